@@ -1,0 +1,1 @@
+"""Serving a span: what `swarm join` runs."""

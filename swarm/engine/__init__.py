@@ -1,0 +1,1 @@
+"""Running a compiled span: used by a peer for its layers and by a client for its draft."""

@@ -1,0 +1,182 @@
+"""Every error that the swarm raises on purpose.
+
+::
+
+    SwarmError                       exit  whose fault           does a retry help?
+    ├── ConfigError                   2    the caller's          no: change the named value
+    │   └── AddressError              2    the caller's          no: write HOST:PORT[#PEER_ID]
+    ├── PackageError                  4    the files'            no: fetch or export again
+    │   ├── DamagedFile               4    the named file's      after it was replaced
+    │   └── UnsupportedModel          4    the model's           no: it cannot be cut
+    ├── EngineError                   5    this machine's        no: it surfaces as it is
+    ├── DirectoryError                6    the DHT's             yes: later, or another bootstrap
+    ├── RouteError                    3    nobody serves it
+    │   ├── NotCovered                3    layers are missing    when a peer joins
+    │   ├── UnknownModel              3    the name's            when somebody serves it
+    │   └── MixedModels               3    one name, two digests no: name the digest
+    ├── ProtocolError
+    │   ├── LocalProtocolError        5    our own code's        no
+    │   └── RemoteProtocolError       7    the other side's      elsewhere
+    ├── StepError                          the step's sender's   no: the step is wrong
+    │   ├── BadStep                   5    malformed step        no
+    │   ├── UnknownSession            7    expired or restarted  yes: open again, feed known tokens
+    │   └── ContextExceeded           8    the text is too long  no: shorten it
+    └── PeerError                     7    the named peer's      yes: on another peer
+        ├── PeerUnreachable                no connection
+        ├── PeerLost                       the connection broke
+        ├── PeerStalled                    a deadline passed
+        ├── PeerBusy                       no room; says when     yes: after `retry_after` seconds
+        ├── PeerLeaving                    it said that it goes
+        ├── PeerFailed                     it said so itself (its device, its disk)
+        └── WrongPeer                      another key than expected at this address
+
+`code` is the word for it on the wire (`wire.messages.Failure`); `exit_code` is the command's.
+An error that is not in this tree is a bug of this program and is never blamed on a peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class SwarmError(Exception):
+    """Base of all. `str(error)` is one sentence for a person: what happened and what to do next."""
+
+    code: ClassVar[str] = "error"
+    exit_code: ClassVar[int] = 1
+    retryable: ClassVar[bool] = False
+
+
+class ConfigError(SwarmError):
+    code = "config"
+    exit_code = 2
+
+
+class AddressError(ConfigError):
+    code = "address"
+
+
+class PackageError(SwarmError):
+    code = "package"
+    exit_code = 4
+
+
+class DamagedFile(PackageError):
+    code = "damaged_file"
+
+
+class UnsupportedModel(PackageError):
+    code = "unsupported_model"
+
+
+class EngineError(SwarmError):
+    code = "engine"
+    exit_code = 5
+
+
+class DirectoryError(SwarmError):
+    code = "directory"
+    exit_code = 6
+    retryable = True
+
+
+class RouteError(SwarmError):
+    code = "route"
+    exit_code = 3
+    retryable = True
+
+
+class NotCovered(RouteError):
+    """Nobody serves these layers. `missing` holds half-open (first, last) pairs."""
+
+    code = "not_covered"
+
+    def __init__(self, message: str, missing: Iterable[tuple[int, int]] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class UnknownModel(RouteError):
+    code = "unknown_model"
+
+
+class MixedModels(RouteError):
+    code = "mixed_models"
+    retryable = False
+
+
+class ProtocolError(SwarmError):
+    code = "protocol"
+
+
+class LocalProtocolError(ProtocolError):
+    code = "local_protocol"
+    exit_code = 5
+
+
+class RemoteProtocolError(ProtocolError):
+    code = "remote_protocol"
+    exit_code = 7
+    retryable = True
+
+
+class StepError(SwarmError):
+    code = "step"
+    exit_code = 5
+
+
+class BadStep(StepError):
+    code = "bad_step"
+
+
+class UnknownSession(StepError):
+    code = "unknown_session"
+    exit_code = 7
+    retryable = True
+
+
+class ContextExceeded(StepError):
+    code = "context_exceeded"
+    exit_code = 8
+
+
+class PeerError(SwarmError):
+    """`peer` is the id of the peer at fault, where it is known; `retry_after` is in seconds."""
+
+    code = "peer"
+    exit_code = 7
+    retryable = True
+
+    def __init__(self, message: str, *, peer: str = "", retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.peer = peer
+        self.retry_after = retry_after
+
+
+class PeerUnreachable(PeerError):
+    code = "peer_unreachable"
+
+
+class PeerLost(PeerError):
+    code = "peer_lost"
+
+
+class PeerStalled(PeerError):
+    code = "peer_stalled"
+
+
+class PeerBusy(PeerError):
+    code = "peer_busy"
+
+
+class PeerLeaving(PeerError):
+    code = "peer_leaving"
+
+
+class PeerFailed(PeerError):
+    code = "peer_failed"
+
+
+class WrongPeer(PeerError):
+    code = "wrong_peer"

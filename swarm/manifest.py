@@ -1,0 +1,231 @@
+"""What a model package is: a directory of OpenVINO graphs, one a layer, and `manifest.json`.
+
+::
+
+    PACKAGE/
+      manifest.json                     this file's `Manifest`; its digest is the model's identity
+      embed.xml  embed.bin              input_ids [1, n] i64             -> hidden_states [1, n, hidden] f32
+      layer_000.xml  layer_000.bin ...  hidden_states, attention_mask [1, past + n] i64,
+                                        position_ids [1, n] i64, beam_idx [1] i32
+                                                                         -> hidden_states_out [1, n, hidden]
+      head.xml  head.bin                hidden_states [1, n, hidden]     -> logits [1, n, vocab] f32
+      openvino_tokenizer.xml ...        what openvino_genai.Tokenizer reads
+
+A *part* is what is fetched and loaded together: `embed`, `layer_000` ..., `head`, `tokenizer`.
+A layer's graph leaves out the inputs that it does not read. Export and peers meet only here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from swarm.errors import DamagedFile, PackageError
+from swarm.spans import LayerRange
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+MAX_MANIFEST_BYTES = 4 << 20
+MAX_LAYERS = 4096
+EMBED, HEAD, TOKENIZER = "embed", "head", "tokenizer"
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file of a package. `path` is relative, one level, POSIX; `size` in bytes; `sha256` in hex."""
+
+    path: str
+    size: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        parts = PurePosixPath(self.path).parts
+        if len(parts) != 1 or parts[0] in ("..", ".", "/", MANIFEST) or "\\" in self.path:
+            raise PackageError(f"manifest: {self.path!r} is not a plain file name")
+        if not isinstance(self.size, int) or self.size < 0:
+            raise PackageError(f"manifest: size {self.size!r} of {self.path} is not a number of bytes")
+        if len(self.sha256) != 64 or set(self.sha256) - set("0123456789abcdef"):
+            raise PackageError(f"manifest: SHA-256 {self.sha256!r} of {self.path} is not 64 hex digits")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """The attention of one layer. `window` is the sliding window in tokens, None for full attention."""
+
+    kv_heads: int
+    key_size: int
+    value_size: int
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("kv_heads", "key_size", "value_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 0 < value <= 1 << 16:
+                raise PackageError(f"manifest: {name} is {value!r}")
+        if self.window is not None and (not isinstance(self.window, int) or self.window < 1):
+            raise PackageError(f"manifest: window is {self.window!r}")
+
+    @property
+    def kv_elements(self) -> int:
+        """Numbers that one token adds to the KV cache of this layer."""
+        return self.kv_heads * (self.key_size + self.value_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A model package, as written by export and read by everyone.
+
+    `grid` holds the ascending boundaries, 0 and the layer count included, on which peers place the
+    ends of their spans; `parts` maps a part's name to its files.
+    """
+
+    name: str
+    architecture: str
+    source: str
+    licence: str
+    weights: str
+    hidden_size: int
+    vocab_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    layers: tuple[LayerSpec, ...]
+    grid: tuple[int, ...]
+    parts: Mapping[str, tuple[FileEntry, ...]]
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise PackageError(f"manifest has format {self.format!r}; this version reads format {FORMAT}")
+        if not 0 < len(self.layers) <= MAX_LAYERS:
+            raise PackageError(f"manifest lists {len(self.layers)} layers; 1 to {MAX_LAYERS} are possible")
+        for name in ("hidden_size", "vocab_size", "context_length"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 0 < value <= 1 << 31:
+                raise PackageError(f"manifest: {name} is {value!r}")
+        if list(self.grid) != sorted(set(self.grid)) or self.grid[0] != 0 or self.grid[-1] != len(self.layers):
+            raise PackageError(f"manifest: grid {self.grid} does not ascend from 0 to {len(self.layers)}")
+        missing = {EMBED, HEAD, TOKENIZER, *map(layer_part, range(len(self.layers)))} - set(self.parts)
+        if missing:
+            raise PackageError(f"manifest lacks the parts {', '.join(sorted(missing))}")
+
+    @property
+    def span(self) -> LayerRange:
+        """All layers."""
+        return LayerRange(0, len(self.layers))
+
+    def to_json(self) -> bytes:
+        """Canonical: equal manifests give equal bytes, and so equal digests."""
+        plain = asdict(self) | {"parts": {k: [asdict(f) for f in v] for k, v in self.parts.items()}}
+        return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of `to_json()` in hex: the identity of the model, weights and tokenizer included."""
+        return hashlib.sha256(self.to_json()).hexdigest()
+
+    @classmethod
+    def from_json(cls, raw: bytes) -> Manifest:
+        """Read untrusted bytes. Raises PackageError that names the value which is wrong."""
+        if len(raw) > MAX_MANIFEST_BYTES:
+            raise PackageError(f"manifest of {len(raw)} bytes is over the limit of {MAX_MANIFEST_BYTES}")
+        try:
+            plain: dict[str, Any] = json.loads(raw)
+            return cls(
+                **{k: plain[k] for k in _TEXTS},
+                **{k: plain[k] for k in _NUMBERS},
+                eos_token_ids=tuple(int(i) for i in plain["eos_token_ids"]),
+                layers=tuple(LayerSpec(**layer) for layer in plain["layers"]),
+                grid=tuple(int(i) for i in plain["grid"]),
+                parts={k: tuple(FileEntry(**f) for f in v) for k, v in plain["parts"].items()},
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise PackageError(f"manifest cannot be read: {type(error).__name__} {error}") from error
+
+    def files(self, parts: Iterable[str]) -> list[FileEntry]:
+        """The files of `parts`, each once, in order."""
+        return list({entry.path: entry for part in parts for entry in self.parts[part]}.values())
+
+    def span_parts(self, span: LayerRange) -> list[str]:
+        """The parts that whoever serves `span` runs: embed with layer 0, head with the last layer."""
+        if span.last > len(self.layers):
+            raise PackageError(f"layers {span} are not in {self.name}, which has {len(self.layers)}")
+        return (
+            [EMBED] * (span.first == 0)
+            + [layer_part(layer) for layer in span]
+            + [HEAD] * (span.last == len(self.layers))
+        )
+
+    def span_bytes(self, span: LayerRange) -> int:
+        """Bytes on disk of what `span` runs."""
+        return sum(entry.size for entry in self.files(self.span_parts(span)))
+
+    def kv_elements(self, span: LayerRange) -> int:
+        """Numbers that one token adds to the KV cache over `span`."""
+        return sum(self.layers[layer].kv_elements for layer in span)
+
+
+_TEXTS = ("name", "architecture", "source", "licence", "weights")
+_NUMBERS = ("hidden_size", "vocab_size", "context_length", "format")
+
+
+def layer_part(layer: int) -> str:
+    return f"layer_{layer:03d}"
+
+
+def even_grid(layers: int, ways: int = 8) -> tuple[int, ...]:
+    """Boundaries for about `ways` equal spans.
+
+    >>> even_grid(30)
+    (0, 4, 8, 11, 15, 19, 22, 26, 30)
+    """
+    ways = min(ways, layers)
+    return tuple(round(i * layers / ways) for i in range(ways + 1))
+
+
+def load_manifest(package: Path) -> Manifest:
+    """Read PACKAGE/manifest.json. Raises PackageError where there is none, or a bad one."""
+    path = package / MANIFEST
+    try:
+        with path.open("rb") as file:
+            return Manifest.from_json(file.read(MAX_MANIFEST_BYTES + 1))
+    except OSError as error:
+        raise PackageError(f"{package} is not a model package: {path} cannot be read ({error.strerror})") from error
+
+
+def describe_file(path: Path) -> FileEntry:
+    """Size and hash of a file as it is on disk."""
+    return FileEntry(path=path.name, size=path.stat().st_size, sha256=sha256_of(path))
+
+
+def sha256_of(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:
+    """Hex SHA-256; `progress` hears the bytes of each piece read."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_CHUNK):
+            digest.update(piece)
+            progress(len(piece))
+    return digest.hexdigest()
+
+
+def check_files(package: Path, entries: Iterable[FileEntry], progress: Callable[[int], None] = lambda _: None) -> None:
+    """Compare files with the manifest. Raises DamagedFile naming the first that is missing or differs."""
+    for entry in entries:
+        path = package / entry.path
+        try:
+            size = path.stat().st_size
+            if size != entry.size:
+                raise DamagedFile(f"{path} has {size} bytes, its manifest says {entry.size}: fetch or export it again")
+            found = sha256_of(path, progress)
+        except OSError as error:
+            raise DamagedFile(f"{path} cannot be read ({error.strerror}): fetch or export it again") from error
+        if found != entry.sha256:
+            raise DamagedFile(
+                f"{path} is damaged: its SHA-256 is {found[:12]}…, its manifest says {entry.sha256[:12]}…: "
+                "fetch or export it again"
+            )

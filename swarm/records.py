@@ -1,0 +1,282 @@
+"""What peers say of themselves: `PeerRecord` and `ModelRecord`, to and from plain dictionaries.
+
+Records travel as the body of a signed `directory.Notice`. Whatever comes in is hostile: every field is
+checked, and the record must be about its author.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+
+from swarm.address import Address
+from swarm.directory import MODELS_TOPIC, Notice
+from swarm.engine.base import Numerics
+from swarm.errors import DirectoryError, SwarmError
+from swarm.identity import Identity
+from swarm.spans import LayerRange
+
+SERVING, LEAVING = "serving", "leaving"
+_STATES = (SERVING, LEAVING)
+MAX_ADDRESSES = 16
+MAX_LINKS = 256
+MAX_TEXT = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What a peer measured of the way to another. `rtt_s` is infinite where there is no way."""
+
+    rtt_s: float
+    bytes_per_s: float = 0.0
+
+    @property
+    def reachable(self) -> bool:
+        return math.isfinite(self.rtt_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerRecord:
+    """One peer's offer.
+
+    `span` is what it computes (one fused graph); `entries` the boundaries inside it at which it also
+    lets a route in or out; `holds` the layers whose files it gives away; `incarnation` differs at
+    every start of the process. `layer_time_s` is seconds a layer for one decoded token,
+    `prefill_time_s` seconds a layer for one token of a prompt (both measured by its self-test and
+    refreshed), `kv_free` the tokens of KV cache that are not reserved, `queue` the steps that wait.
+    """
+
+    model: str
+    peer_id: str
+    name: str
+    incarnation: int
+    span: LayerRange
+    holds: tuple[LayerRange, ...]
+    addresses: tuple[str, ...]
+    device: str
+    numerics: Numerics
+    layer_time_s: float
+    prefill_time_s: float
+    kv_free: int
+    kv_total: int
+    sessions: int
+    queue: int
+    state: str
+    software: str
+    announced_at: float
+    expires_at: float
+    entries: tuple[int, ...] = ()
+    links: Mapping[str, Link] = field(default_factory=dict)
+
+    def seal(self, identity: Identity) -> Notice:
+        return Notice.seal(identity, topic=self.model, body=_pack(self.to_plain()), expires_at=self.expires_at)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Only msgpack and JSON types."""
+        return {
+            "model": self.model,
+            "peer_id": self.peer_id,
+            "name": self.name,
+            "incarnation": self.incarnation,
+            "span": str(self.span),
+            "holds": [str(span) for span in self.holds],
+            "addresses": list(self.addresses),
+            "device": self.device,
+            "numerics": str(self.numerics),
+            "layer_time_s": self.layer_time_s,
+            "prefill_time_s": self.prefill_time_s,
+            "kv_free": self.kv_free,
+            "kv_total": self.kv_total,
+            "sessions": self.sessions,
+            "queue": self.queue,
+            "state": self.state,
+            "software": self.software,
+            "announced_at": self.announced_at,
+            "expires_at": self.expires_at,
+            "entries": list(self.entries),
+            "links": {
+                peer: [link.rtt_s if link.reachable else -1.0, link.bytes_per_s] for peer, link in self.links.items()
+            },
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> PeerRecord:
+        """Raises DirectoryError that names the field which is wrong."""
+        read = _Reader(plain)
+        addresses = tuple(read.texts("addresses", MAX_ADDRESSES))
+        for address in addresses:
+            Address.parse(address)
+        span = LayerRange.parse(read.text("span"))
+        state = read.text("state")
+        if state not in _STATES:
+            raise DirectoryError(f"record: state is {state!r}")
+        entries = tuple(read.integers("entries", 64))
+        if not all(span.first < entry < span.last for entry in entries):
+            raise DirectoryError(f"record: entries {entries} are not inside the span {span}")
+        return cls(
+            model=read.text("model"),
+            peer_id=read.text("peer_id"),
+            name=read.text("name"),
+            incarnation=read.integer("incarnation"),
+            span=span,
+            holds=tuple(LayerRange.parse(text) for text in read.texts("holds", 64)),
+            addresses=addresses,
+            device=read.text("device"),
+            numerics=Numerics.parse(read.text("numerics")),
+            layer_time_s=read.number("layer_time_s"),
+            prefill_time_s=read.number("prefill_time_s"),
+            kv_free=read.integer("kv_free"),
+            kv_total=read.integer("kv_total"),
+            sessions=read.integer("sessions"),
+            queue=read.integer("queue"),
+            state=state,
+            software=read.text("software"),
+            announced_at=read.number("announced_at"),
+            expires_at=read.number("expires_at"),
+            entries=entries,
+            links=read.links("links"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecord:
+    """One model that its author serves a part of. `layer_bytes` and `kv_layer_elements` are averages."""
+
+    digest: str
+    name: str
+    source: str
+    licence: str
+    weights: str
+    layers: int
+    layer_bytes: int
+    kv_layer_elements: int
+    expires_at: float
+
+    def seal(self, identity: Identity) -> Notice:
+        plain = {
+            "digest": self.digest,
+            "name": self.name,
+            "source": self.source,
+            "licence": self.licence,
+            "weights": self.weights,
+            "layers": self.layers,
+            "layer_bytes": self.layer_bytes,
+            "kv_layer_elements": self.kv_layer_elements,
+            "expires_at": self.expires_at,
+        }
+        return Notice.seal(
+            identity, topic=MODELS_TOPIC, body=_pack(plain), expires_at=self.expires_at, label=self.digest
+        )
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> ModelRecord:
+        read = _Reader(plain)
+        return cls(
+            digest=read.text("digest"),
+            name=read.text("name"),
+            source=read.text("source"),
+            licence=read.text("licence"),
+            weights=read.text("weights"),
+            layers=read.integer("layers"),
+            layer_bytes=read.integer("layer_bytes"),
+            kv_layer_elements=read.integer("kv_layer_elements"),
+            expires_at=read.number("expires_at"),
+        )
+
+
+def peer_records(notices: Iterable[Notice], model: str) -> list[PeerRecord]:
+    """The records of `model` among hostile notices: malformed ones and ones about others are left out."""
+    records = []
+    for notice in notices:
+        try:
+            record = PeerRecord.from_plain(_unpack(notice.body))
+        except SwarmError:
+            continue  # somebody's garbage on a public board is nobody's error here
+        if record.peer_id == notice.author and record.model == model == notice.topic:
+            records.append(record)
+    return records
+
+
+def model_records(notices: Iterable[Notice]) -> list[ModelRecord]:
+    """The models among hostile notices, one for each digest and author."""
+    records = []
+    for notice in notices:
+        try:
+            records.append(ModelRecord.from_plain(_unpack(notice.body)))
+        except SwarmError:
+            continue
+    return records
+
+
+def _pack(plain: Mapping[str, Any]) -> bytes:
+    return bytes(msgpack.packb(plain))
+
+
+def _unpack(body: bytes) -> Mapping[str, Any]:
+    try:
+        plain = msgpack.unpackb(body, max_map_len=MAX_LINKS, max_array_len=MAX_LINKS, max_ext_len=0)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise DirectoryError(f"record cannot be read: {error}") from error
+    if not isinstance(plain, dict):
+        raise DirectoryError(f"record is a {type(plain).__name__}, not a map")
+    return plain
+
+
+class _Reader:
+    """Fields of an untrusted map, each checked for its type and size."""
+
+    def __init__(self, plain: Mapping[str, Any]) -> None:
+        self._plain = plain
+
+    def _get(self, name: str, kind: type | tuple[type, ...]) -> Any:
+        value = self._plain.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise DirectoryError(f"record: {name} is {value!r}"[:200])
+        return value
+
+    def text(self, name: str) -> str:
+        value: str = self._get(name, str)
+        if len(value) > MAX_TEXT or not value.isprintable():
+            raise DirectoryError(f"record: {name} is {value[:60]!r}")
+        return value
+
+    def integer(self, name: str) -> int:
+        value: int = self._get(name, int)
+        if not 0 <= value < 1 << 63:
+            raise DirectoryError(f"record: {name} is {value!r}")
+        return value
+
+    def number(self, name: str) -> float:
+        value = float(self._get(name, (int, float)))
+        if not math.isfinite(value) or value < 0:
+            raise DirectoryError(f"record: {name} is {value!r}")
+        return value
+
+    def texts(self, name: str, most: int) -> list[str]:
+        values = self._get(name, list)
+        if len(values) > most or not all(isinstance(v, str) and len(v) <= MAX_TEXT for v in values):
+            raise DirectoryError(f"record: {name} is {values!r}"[:200])
+        return list(values)
+
+    def integers(self, name: str, most: int) -> list[int]:
+        values = self._get(name, list)
+        if len(values) > most or not all(isinstance(v, int) and 0 <= v < 1 << 31 for v in values):
+            raise DirectoryError(f"record: {name} is {values!r}"[:200])
+        return list(values)
+
+    def links(self, name: str) -> dict[str, Link]:
+        links = {}
+        for peer, pair in self._get(name, dict).items():
+            if not (
+                isinstance(peer, str)
+                and isinstance(pair, list)
+                and len(pair) == 2
+                and all(isinstance(x, (int, float)) and not math.isnan(x) for x in pair)
+            ):
+                raise DirectoryError(f"record: {name} has the entry {peer!r}: {pair!r}"[:200])
+            links[peer] = Link(rtt_s=float(pair[0]) if pair[0] >= 0 else math.inf, bytes_per_s=max(0.0, float(pair[1])))
+        return links

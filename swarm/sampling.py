@@ -1,0 +1,141 @@
+"""From logits to a token, the same at every peer.
+
+Sampling runs at the last hop, not at the client: an answer is then a few bytes a position instead of
+4 x vocabulary (197 KB for SmolLM2), which decides the speed over a slow link. The random number of a
+position is a function of (seed, position) alone, so the same seed gives the same text whatever the
+layout of peers, after a repair, and with or without drafts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swarm.errors import ConfigError
+
+MAX_LOGPROBS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is chosen; names and meaning as in Hugging Face's GenerationConfig.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 switch the filter
+    off. `logprobs` asks for that many of the likeliest tokens beside the chosen one.
+
+    >>> Sampling(temperature=0.7, top_p=0.9, seed=7).greedy
+    False
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check("temperature", self.temperature, 0.0, 100.0)
+        _check("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check("min_p", self.min_p, 0.0, 1.0)
+        _check("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _check_integer("top_k", self.top_k, 0, 1 << 31)
+        _check_integer("seed", self.seed, 0, (1 << 63) - 1)
+        if self.logprobs is not None:
+            _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A chosen token. `logprob` and `top` (id, logprob; likeliest first) only where they were asked for.
+
+    Log-probabilities are the model's own: before temperature, penalty and filters.
+    """
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def choose(
+    logits: NDArray[np.float32], sampling: Sampling, *, position: int, history: NDArray[np.int32] | None = None
+) -> Choice:
+    """The token for `position`, from logits [vocab] float32 and the ids before it (for the penalty)."""
+    scores = logits
+    if sampling.repetition_penalty != 1.0 and history is not None and len(history):
+        scores = _penalise(logits, history, sampling.repetition_penalty)
+    token = int(scores.argmax()) if sampling.greedy else _draw(scores, sampling, position)
+    if sampling.logprobs is None:
+        return Choice(token=token)
+    logprobs = _log_softmax(logits)
+    best = np.argsort(-logprobs, kind="stable")[: sampling.logprobs] if sampling.logprobs else ()
+    return Choice(token=token, logprob=float(logprobs[token]), top=tuple((int(i), float(logprobs[i])) for i in best))
+
+
+def probabilities(scores: NDArray[np.float32], sampling: Sampling) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+    """The distribution after temperature, top-k, top-p and min-p: ids, likeliest first, and their shares."""
+    scaled = scores.astype(np.float64) / sampling.temperature
+    keep = len(scaled)
+    if 0 < sampling.top_k < keep:
+        # everything at least as likely as the k-th stays a candidate, then a stable order decides ties
+        threshold = np.partition(scaled, keep - sampling.top_k)[keep - sampling.top_k]
+        candidates = np.flatnonzero(scaled >= threshold)
+        order = candidates[np.argsort(-scaled[candidates], kind="stable")][: sampling.top_k]
+    else:
+        order = np.argsort(-scaled, kind="stable")
+    shares = np.exp(scaled[order] - scaled[order[0]])
+    shares /= shares.sum()
+    if sampling.top_p < 1.0:
+        # the smallest set whose sum reaches top_p; the likeliest always stays
+        count = int(np.searchsorted(np.cumsum(shares), sampling.top_p)) + 1
+        order, shares = order[:count], shares[:count]
+    if sampling.min_p > 0.0:
+        kept = shares >= sampling.min_p * shares[0]
+        order, shares = order[kept], shares[kept]
+    return order, shares / shares.sum()
+
+
+def _draw(scores: NDArray[np.float32], sampling: Sampling, position: int) -> int:
+    ids, shares = probabilities(scores, sampling)
+    uniform = np.random.Generator(np.random.Philox(key=[sampling.seed, position])).random()
+    index = int(np.searchsorted(np.cumsum(shares), uniform, side="right"))
+    return int(ids[min(index, len(ids) - 1)])
+
+
+def _penalise(logits: NDArray[np.float32], history: NDArray[np.int32], penalty: float) -> NDArray[np.float32]:
+    """Keskar et al. 2019, section 4.1, as Hugging Face does it: toward zero above, away from it below."""
+    scores = logits.copy()
+    seen = np.unique(history)
+    scores[seen] = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
+    return scores
+
+
+def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    wide = logits.astype(np.float64)
+    wide -= wide.max()
+    result: NDArray[np.float64] = wide - np.log(np.exp(wide).sum())
+    return result
+
+
+def _check(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or not low <= value <= high
+        or (open_low and value == low)
+    ):
+        raise ConfigError(f"{name} is {value!r}; it must be {'over' if open_low else 'from'} {low:g} to {high:g}")
+
+
+def _check_integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")

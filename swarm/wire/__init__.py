@@ -1,0 +1,1 @@
+"""The protocol between machines, without I/O: nothing here knows asyncio or sockets."""

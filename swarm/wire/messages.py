@@ -1,0 +1,362 @@
+"""Every message that crosses a connection. Frozen; each checks its own fields.
+
+A connection joins a *caller* (who connected: a client, or the peer of the hop before) and a *peer* (who
+listens). Sessions are opened by a client on every hop of its route; steps then run from hop to hop.
+
+::
+
+    greeting    caller -> peer  Hello            peer -> caller  Hello | Failure
+    session     caller -> peer  OpenSession      peer -> caller  SessionOpened | Failure
+                                Link                             Linked | Failure
+                                Attach (hop before, with the secret)  Attached | Failure
+                                CloseSession                     SessionClosed
+    step        caller -> peer  Forward          peer -> opener  Output | Failure      (last hop, or relayed)
+                                                 peer -> next peer  Forward            (every other hop)
+    questions   caller -> peer  Ping             peer -> caller  Pong
+                                AskTopic                         Topic | Failure
+                                AskDht                           DhtAddresses
+                                AskManifest                      ManifestFile | Failure
+                                AskFile                          FilePiece | Failure
+                                AskReach                         Reach
+
+Requests carry a `request` number that their answer repeats; a Failure repeats it too. Steps are matched by
+(session, epoch, step): a client that repairs a route opens its sessions again under the next epoch, and
+what is still under way from an earlier one is dropped where it arrives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swarm.errors import RemoteProtocolError
+from swarm.sampling import Sampling
+
+PROTOCOL_VERSION = 1
+MAX_STEP_TOKENS = 2048
+MAX_STEP_ROWS = 512
+_NAME = re.compile(r"[0-9a-zA-Z_.:/#\[\]-]{0,300}")
+
+Ids = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+
+def check(ok: bool, message: object, name: str) -> None:
+    if not ok:
+        value = repr(getattr(message, name))[:80]
+        raise RemoteProtocolError(f"{type(message).__name__}: {name} is {value}")
+
+
+class Message:
+    """Base of all. `kind` is the word for it in a frame's header."""
+
+    kind: ClassVar[str]
+
+    def _naturals(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            check(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62, self, name)
+
+    def _numbers(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            check(isinstance(value, (int, float)) and not isinstance(value, bool) and value == value, self, name)
+
+    def _names(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            check(isinstance(value, str) and _NAME.fullmatch(value) is not None, self, name)
+
+    def _texts(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            check(isinstance(value, str) and len(value) <= 4096, self, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello(Message):
+    """First on every connection, from both sides.
+
+    A caller's `model` is the digest that it means to use, empty if it only asks questions; a peer's is
+    the digest that it serves, empty on a bootstrap. `incarnation` tells a restarted peer from before.
+    """
+
+    kind: ClassVar[str] = "hello"
+    protocol: int
+    software: str
+    role: str
+    model: str = ""
+    name: str = ""
+    incarnation: int = 0
+
+    def __post_init__(self) -> None:
+        self._naturals("protocol", "incarnation")
+        self._texts("software", "name")
+        self._names("model")
+        check(self.role in ("client", "peer"), self, "role")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenSession(Message):
+    """Reserve KV cache for `max_tokens` positions over layers `first`:`last` of the peer's span.
+
+    `secret` (16 ... 64 bytes) is what the hop before must show. `dtype` is how hidden states leave this
+    hop: f32, f16 or bf16. Opening a session again, by who opened it, forgets what is cached, keeps the
+    reservation and starts `epoch`.
+    """
+
+    kind: ClassVar[str] = "open"
+    request: int
+    session: str
+    epoch: int
+    secret: bytes
+    first: int
+    last: int
+    max_tokens: int
+    dtype: str = "f32"
+
+    def __post_init__(self) -> None:
+        self._naturals("request", "epoch", "first", "last", "max_tokens")
+        check(isinstance(self.session, str) and 8 <= len(self.session) <= 64, self, "session")
+        self._names("session")
+        check(isinstance(self.secret, bytes) and 16 <= len(self.secret) <= 64, self, "secret")
+        check(self.first < self.last, self, "last")
+        check(self.dtype in ("f32", "f16", "bf16"), self, "dtype")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOpened(Message):
+    """Room is there. `kv_free` is what is left for others, in tokens."""
+
+    kind: ClassVar[str] = "opened"
+    request: int
+    kv_free: int
+
+    def __post_init__(self) -> None:
+        self._naturals("request", "kv_free")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link(Message):
+    """Where this hop's hidden states go: to the peer `peer_id` at one of `addresses`, showing `secret`.
+
+    Without addresses they come back to the opener as Outputs, who relays them. Linking again replaces.
+    """
+
+    kind: ClassVar[str] = "link"
+    request: int
+    session: str
+    epoch: int
+    addresses: tuple[str, ...] = ()
+    peer_id: str = ""
+    secret: bytes = b""
+
+    def __post_init__(self) -> None:
+        self._naturals("request", "epoch")
+        self._names("session", "peer_id")
+        check(isinstance(self.addresses, tuple) and len(self.addresses) <= 16, self, "addresses")
+        for address in self.addresses:
+            check(isinstance(address, str) and _NAME.fullmatch(address) is not None, self, "addresses")
+        check(isinstance(self.secret, bytes) and len(self.secret) <= 64, self, "secret")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linked(Message):
+    kind: ClassVar[str] = "linked"
+    request: int
+
+    def __post_init__(self) -> None:
+        self._naturals("request")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attach(Message):
+    """From the hop before: this connection will bring the steps of `session`; here is the secret."""
+
+    kind: ClassVar[str] = "attach"
+    request: int
+    session: str
+    epoch: int
+    secret: bytes
+
+    def __post_init__(self) -> None:
+        self._naturals("request", "epoch")
+        self._names("session")
+        check(isinstance(self.secret, bytes) and len(self.secret) <= 64, self, "secret")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attached(Message):
+    kind: ClassVar[str] = "attached"
+    request: int
+
+    def __post_init__(self) -> None:
+        self._naturals("request")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopTrace:
+    """Where a step's time went on one hop; seconds. `received_at` and `sent_at` are that machine's
+    monotonic clock: comparable between hops only where they share a machine."""
+
+    peer: str
+    queue_s: float
+    compute_s: float
+    codec_s: float
+    received_at: float
+    sent_at: float
+
+    def to_plain(self) -> list[Any]:
+        return [self.peer, self.queue_s, self.compute_s, self.codec_s, self.received_at, self.sent_at]
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> HopTrace:
+        if (
+            not isinstance(plain, list)
+            or len(plain) != 6
+            or not isinstance(plain[0], str)
+            or len(plain[0]) > 64
+            or not all(isinstance(x, float) and x == x for x in plain[1:])
+        ):
+            raise RemoteProtocolError(f"a hop's trace is {plain!r}"[:120])
+        return cls(
+            peer=plain[0],
+            queue_s=plain[1],
+            compute_s=plain[2],
+            codec_s=plain[3],
+            received_at=plain[4],
+            sent_at=plain[5],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward(Message):
+    """Known tokens that are not computed yet, on their way through the hops.
+
+    `tokens` [n] int32 ids go along to the last hop, which needs them for the repetition penalty.
+    `hidden` [n, hidden_size], None on the way to the first hop; on the wire in the dtype that was agreed
+    on, float32 here. The last hop answers for the last `rows` positions (0 for a chunk of a prompt that
+    is not the last). A `start` below the cached length rewinds. `trace` grows by one at every hop.
+    """
+
+    kind: ClassVar[str] = "forward"
+    session: str
+    epoch: int
+    step: int
+    start: int
+    rows: int
+    tokens: Ids
+    sampling: Sampling = field(default_factory=Sampling)
+    hidden: Floats | None = None
+    dtype: str = "f32"
+    trace: tuple[HopTrace, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._naturals("epoch", "step", "start", "rows")
+        self._names("session")
+        check(self.tokens.ndim == 1 and 0 < len(self.tokens) <= MAX_STEP_TOKENS, self, "tokens")
+        check(self.tokens.dtype == np.int32, self, "tokens")
+        check(self.rows <= min(len(self.tokens), MAX_STEP_ROWS), self, "rows")
+        check(self.dtype in ("f32", "f16", "bf16"), self, "dtype")
+        if self.hidden is not None:
+            check(self.hidden.ndim == 2 and len(self.hidden) == len(self.tokens), self, "hidden")
+            check(self.hidden.dtype == np.float32, self, "hidden")
+        check(len(self.trace) <= 256, self, "trace")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output(Message):
+    """The answer to a Forward, from the last hop; or a hop's hidden states for the client to relay.
+
+    `ids` [rows] int32: the token chosen for the position after each of the last `rows` positions.
+    `logprobs` [rows] float32 and `top_ids`, `top_logprobs` [rows, k] only where they were asked for.
+    `hidden` [n, hidden_size] only from a hop that is linked to the client.
+    """
+
+    kind: ClassVar[str] = "output"
+    session: str
+    epoch: int
+    step: int
+    ids: Ids
+    logprobs: Floats | None = None
+    top_ids: Ids | None = None
+    top_logprobs: Floats | None = None
+    hidden: Floats | None = None
+    dtype: str = "f32"
+    trace: tuple[HopTrace, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._naturals("epoch", "step")
+        self._names("session")
+        rows = len(self.ids)
+        check(self.ids.ndim == 1 and self.ids.dtype == np.int32 and rows <= MAX_STEP_ROWS, self, "ids")
+        for name in ("logprobs", "top_ids", "top_logprobs"):
+            value = getattr(self, name)
+            check(value is None or len(value) == rows, self, name)
+        check(len(self.trace) <= 256, self, "trace")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CloseSession(Message):
+    """Give everything back. Closing a session that is not there is answered just the same."""
+
+    kind: ClassVar[str] = "close"
+    request: int
+    session: str
+
+    def __post_init__(self) -> None:
+        self._naturals("request")
+        self._names("session")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionClosed(Message):
+    kind: ClassVar[str] = "closed"
+    request: int
+
+    def __post_init__(self) -> None:
+        self._naturals("request")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure(Message):
+    """What was asked did not happen. `code` is that of an error in `swarm.errors`.
+
+    About a request (`request` > 0), a step (`session` not empty), or the connection (neither: the sender
+    then closes it). `peer` is who is at fault where that is another than the sender.
+    `detail` holds the numbers, for programs.
+    """
+
+    kind: ClassVar[str] = "failure"
+    code: str
+    text: str
+    request: int = 0
+    session: str = ""
+    epoch: int = 0
+    step: int = 0
+    peer: str = ""
+    retry_after: float = 0.0
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._naturals("request", "epoch", "step")
+        self._names("session", "peer", "code")
+        self._texts("text")
+        self._numbers("retry_after")
+        check(isinstance(self.detail, Mapping) and len(self.detail) <= 32, self, "detail")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaving(Message):
+    """From a peer to whoever opened sessions on it: move them on, it goes after `grace_s` seconds."""
+
+    kind: ClassVar[str] = "leaving"
+    grace_s: float
+
+    def __post_init__(self) -> None:
+        self._numbers("grace_s")

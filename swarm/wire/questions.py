@@ -1,0 +1,175 @@
+"""Questions that any peer answers, and their answers: who serves what, files by hash, liveness."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from swarm.wire.messages import Message, check
+
+MAX_FILE_PIECE = 4 << 20
+MAX_PING_PAYLOAD = 1 << 20
+MAX_NOTICES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ping(Message):
+    """Answered at once by the event loop, whatever the device does. `session` asks how far it is."""
+
+    kind: ClassVar[str] = "ping"
+    request: int
+    session: str = ""
+    payload: bytes = b""
+
+    def __post_init__(self) -> None:
+        self._naturals("request")
+        self._names("session")
+        check(isinstance(self.payload, bytes) and len(self.payload) <= MAX_PING_PAYLOAD, self, "payload")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pong(Message):
+    """`time` is Unix time in seconds; `received` and `computed` count the steps of the session asked for."""
+
+    kind: ClassVar[str] = "pong"
+    request: int
+    time: float
+    received: int = 0
+    computed: int = 0
+
+    def __post_init__(self) -> None:
+        self._naturals("request", "received", "computed")
+        self._numbers("time")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskTopic(Message):
+    """Look up a topic of the directory: a digest, or `models`."""
+
+    kind: ClassVar[str] = "ask_topic"
+    request: int
+    topic: str
+
+    def __post_init__(self) -> None:
+        self._naturals("request")
+        self._names("topic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topic(Message):
+    """Sealed notices; the asker verifies each itself."""
+
+    kind: ClassVar[str] = "topic"
+    request: int
+    notices: tuple[bytes, ...]
+
+    def __post_init__(self) -> None:
+        self._naturals("request")
+        check(isinstance(self.notices, tuple) and len(self.notices) <= MAX_NOTICES, self, "notices")
+        check(all(isinstance(notice, bytes) for notice in self.notices), self, "notices")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskDht(Message):
+    kind: ClassVar[str] = "ask_dht"
+    request: int
+
+    def __post_init__(self) -> None:
+        self._naturals("request")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DhtAddresses(Message):
+    """Multiaddresses at which a joiner's DHT node finds this peer's."""
+
+    kind: ClassVar[str] = "dht"
+    request: int
+    addresses: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        self._naturals("request")
+        check(isinstance(self.addresses, tuple) and len(self.addresses) <= 64, self, "addresses")
+        check(all(isinstance(a, str) and len(a) <= 300 for a in self.addresses), self, "addresses")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskManifest(Message):
+    kind: ClassVar[str] = "ask_manifest"
+    request: int
+    model: str
+
+    def __post_init__(self) -> None:
+        self._naturals("request")
+        self._names("model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManifestFile(Message):
+    """`raw` is the canonical JSON whose SHA-256 is the digest: the asker checks it."""
+
+    kind: ClassVar[str] = "manifest"
+    request: int
+    raw: bytes
+
+    def __post_init__(self) -> None:
+        self._naturals("request")
+        check(isinstance(self.raw, bytes), self, "raw")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskFile(Message):
+    """Bytes `offset` ... `offset + length` of the file with this hash."""
+
+    kind: ClassVar[str] = "ask_file"
+    request: int
+    sha256: str
+    offset: int
+    length: int
+
+    def __post_init__(self) -> None:
+        self._naturals("request", "offset", "length")
+        check(isinstance(self.sha256, str) and re.fullmatch("[0-9a-f]{64}", self.sha256) is not None, self, "sha256")
+        check(0 < self.length <= MAX_FILE_PIECE, self, "length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilePiece(Message):
+    """`data` is shorter than asked for only at the end of the file."""
+
+    kind: ClassVar[str] = "file"
+    request: int
+    data: bytes
+
+    def __post_init__(self) -> None:
+        self._naturals("request")
+        check(isinstance(self.data, (bytes, bytearray, memoryview)) and len(self.data) <= MAX_FILE_PIECE, self, "data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskReach(Message):
+    """Try to connect back to one of the asker's own addresses (its IP as seen here; only the port is free)."""
+
+    kind: ClassVar[str] = "ask_reach"
+    request: int
+    port: int
+    peer_id: str
+
+    def __post_init__(self) -> None:
+        self._naturals("request")
+        self._names("peer_id")
+        check(isinstance(self.port, int) and 0 < self.port < 65536, self, "port")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach(Message):
+    """`address` is what was tried; `problem` is empty where it worked."""
+
+    kind: ClassVar[str] = "reach"
+    request: int
+    address: str
+    problem: str = ""
+
+    def __post_init__(self) -> None:
+        self._naturals("request")
+        self._texts("address", "problem")
