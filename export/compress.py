@@ -1,0 +1,83 @@
+"""The format of a graph's weights: what it is, and making it smaller."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+from collections import Counter
+from typing import Any
+
+import openvino as ov
+
+from swarm.errors import ConfigError, PackageError
+
+KEEP, INT8, INT4, F16 = "keep", "int8", "int4", "f16"
+CHOICES = (KEEP, INT8, INT4, F16)
+_NAMES = {"i4": INT4, "u4": INT4, "i8": INT8, "u8": INT8, "f16": F16, "bf16": "bf16", "f32": "f32"}
+_GROUP = 128  # numbers that share a scale; smaller where the width is no multiple of it
+
+
+def check_choice(weights: str) -> None:
+    """Raises ConfigError where `weights` is none of CHOICES, or nncf is needed and not there."""
+    if weights not in CHOICES:
+        raise ConfigError(f"weights {weights!r} is not one of {', '.join(CHOICES)}")
+    if weights in (INT8, INT4):
+        _nncf()
+
+
+def weight_format(model: ov.Model) -> str:
+    """The format in which most numbers of a graph's constants are stored: int4, int8, f16, bf16, f32 ..."""
+    held: Counter[str] = Counter()
+    for op in model.get_ops():
+        if op.get_type_name() == "Constant":
+            kind = op.output(0).element_type.to_string()
+            held[_NAMES.get(kind, kind)] += math.prod(op.output(0).shape)
+    return max(held, key=lambda kind: held[kind])
+
+
+def check_compressible(found: str, weights: str) -> None:
+    """Raises ConfigError where weights would be compressed a second time."""
+    if weights != KEEP and found not in ("f32", F16, "bf16"):
+        raise ConfigError(
+            f"the source's weights are {found} already and cannot be made {weights} without losing more: "
+            f"use --weights {KEEP}, or export the model's {F16} weights"
+        )
+
+
+def compress(model: ov.Model, weights: str, *, is_layer: bool) -> ov.Model:
+    """Compress the weights of one part. `f16` is done on saving and leaves the model as it is.
+
+    With int4 the embedding and the head are int8, as nncf does by itself for a whole model; the
+    matrices of a layer are all int4, which nncf has to be told: the last of each graph looks like a head.
+    """
+    if weights not in (INT8, INT4):
+        return model
+    nncf = _nncf()
+    options: dict[str, Any] = {"mode": nncf.CompressWeightsMode.INT8_ASYM}
+    if weights == INT4 and is_layer:
+        fallback = nncf.GroupSizeFallbackMode.ADJUST
+        options = {
+            "mode": nncf.CompressWeightsMode.INT4_ASYM,
+            "group_size": _GROUP,
+            "all_layers": True,
+            "advanced_parameters": nncf.AdvancedCompressionParameters(group_size_fallback_mode=fallback),
+        }
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # its tables and bars, one of each a layer
+            return nncf.compress_weights(model, **options)
+    except (RuntimeError, nncf.ValidationError, nncf.InternalError, nncf.UnsupportedModelError) as error:
+        raise PackageError(f"{model.get_friendly_name()} cannot be compressed to {weights}: {error}") from error
+
+
+def _nncf() -> Any:
+    try:
+        import nncf
+    except ImportError as error:
+        raise ConfigError(
+            f"compressing weights needs nncf ({error}): install it with pip install 'aipc-swarm[export]', "
+            f"or use --weights {KEEP}"
+        ) from error
+    logging.getLogger("nncf").setLevel(logging.ERROR)
+    return nncf

@@ -1,0 +1,105 @@
+"""The one form that every source of a model is brought into before it is cut."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarm.errors import PackageError
+
+Progress = Callable[[str, int, int], None]
+"""Hears (what is being done, steps done, steps in all); 0 in all where that is not known."""
+
+IR_NAME = "openvino_model.xml"
+UNKNOWN = "unknown"
+
+# What openvino_genai.Tokenizer reads from a directory; the first four must be there.
+TOKENIZER_IR = (
+    "openvino_tokenizer.xml",
+    "openvino_tokenizer.bin",
+    "openvino_detokenizer.xml",
+    "openvino_detokenizer.bin",
+)
+TOKENIZER_EXTRAS = (
+    "config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_WEIGHT_FORMAT = re.compile(
+    r"[-_. ](i?q\d\w*|bf16|fp?(16|32)|u?int\d+|\d+bit|ov|openvino|gguf|sym|asym|cw|awq|gptq)$", re.IGNORECASE
+)
+_NOT_SLUG = re.compile(r"[^a-z0-9.]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """An IR on disk and what its graph does not say.
+
+    `ir` is the .xml file; `tokenizer` the files that `openvino_genai.Tokenizer` reads; `name` not yet
+    a slug; `origin` says where the model came from, without local paths; `windows` gives, for a number
+    of layers, the sliding window of each in tokens, None for full attention.
+    """
+
+    ir: Path
+    tokenizer: tuple[Path, ...]
+    name: str
+    architecture: str
+    origin: str
+    licence: str
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    windows: Callable[[int], tuple[int | None, ...]]
+
+
+def silent(_what: str, _done: int, _total: int) -> None:
+    """A `Progress` that nobody watches."""
+
+
+def slug(name: str) -> str:
+    """A model's name as it is written in the swarm: lower case, without its weight format.
+
+    >>> slug("SmolLM2-135M-Instruct.Q4_1")
+    'smollm2-135m-instruct'
+    >>> slug("Qwen2.5-0.5B-Instruct-int4-ov")
+    'qwen2.5-0.5b-instruct'
+    """
+    while (shorter := _WEIGHT_FORMAT.sub("", name)) != name:
+        name = shorter
+    return _NOT_SLUG.sub("-", name.lower()).strip("-.") or "model"
+
+
+def tokenizer_files(directory: Path) -> tuple[Path, ...]:
+    """The tokenizer's files in `directory`. Raises PackageError naming those that it lacks."""
+    missing = [name for name in TOKENIZER_IR if not (directory / name).is_file()]
+    if missing:
+        raise PackageError(
+            f"{directory} lacks {', '.join(missing)}: write the tokenizer's IRs there with "
+            "`convert_tokenizer MODEL --with-detokenizer -o DIRECTORY` (from openvino-tokenizers)"
+        )
+    extras = [directory / name for name in TOKENIZER_EXTRAS if (directory / name).is_file()]
+    return (*(directory / name for name in TOKENIZER_IR), *extras)
+
+
+def eos_of_tokenizer(directory: Path) -> tuple[int, ...]:
+    """The end-of-text id that the tokenizer's IR carries. Raises PackageError where it carries none."""
+    import openvino_genai
+
+    try:
+        token = int(openvino_genai.Tokenizer(str(directory)).get_eos_token_id())
+    except RuntimeError as error:
+        raise PackageError(f"the tokenizer in {directory} cannot be loaded: {last_line(error)}") from error
+    if token < 0:
+        raise PackageError(
+            f"no end-of-text id is known for {directory}: write eos_token_id into its generation_config.json"
+        )
+    return (token,)
+
+
+def last_line(error: object) -> str:
+    """What a multi-line message of OpenVINO ends in, which is the reason."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,49 @@
+"""A verification that could not fail would be worth nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from export.package import export_package
+from export.verify import require_exact, verify_package
+from swarm.errors import DamagedFile, EngineError, PackageError
+
+
+def test_another_models_package_differs(tiny_irs: Mapping[str, Path], tiny_packages: Mapping[str, Path]) -> None:
+    qwen3 = tiny_irs["qwen3"] / "openvino_model.xml"
+    assert verify_package(tiny_packages["llama"], qwen3) > 0.01
+    with pytest.raises(PackageError, match="differ from it by up to"):
+        require_exact(tiny_packages["llama"], qwen3)
+
+
+def test_a_damaged_file_is_named(
+    tiny_irs: Mapping[str, Path], tiny_packages: Mapping[str, Path], tmp_path: Path
+) -> None:
+    package = shutil.copytree(tiny_packages["llama"], tmp_path / "package")
+    with (package / "layer_002.bin").open("r+b") as file:
+        file.write(b"\xff")
+    with pytest.raises(DamagedFile, match=r"layer_002\.bin is damaged"):
+        verify_package(package, tiny_irs["llama"] / "openvino_model.xml")
+
+
+def test_a_source_that_does_not_compile_is_named(tiny_packages: Mapping[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"nothing\.xml cannot be compiled"):
+        verify_package(tiny_packages["llama"], tmp_path / "nothing.xml")
+
+
+def test_progress_ends_at_the_last_part(tiny_irs: Mapping[str, Path], tiny_packages: Mapping[str, Path]) -> None:
+    heard: list[tuple[str, int, int]] = []
+    ir = tiny_irs["mixtral"] / "openvino_model.xml"
+    verify_package(tiny_packages["mixtral"], ir, decode=1, progress=lambda *step: heard.append(step))
+    assert heard[-1] == ("verifying", 6, 6)
+
+
+@pytest.mark.parametrize(("family", "weights"), [("llama", "int8"), ("mixtral", "int8"), ("phi3", "f16")])
+def test_compressed_weights_stay_close(family: str, weights: str, tiny_irs: Mapping[str, Path], tmp_path: Path) -> None:
+    export_package(tiny_irs[family], tmp_path / "package", weights=weights)
+    difference = verify_package(tmp_path / "package", tiny_irs[family] / "openvino_model.xml")
+    assert 0.0 < difference < 0.1
