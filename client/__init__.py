@@ -1,0 +1,51 @@
+"""Using a swarm: `SwarmClient` and what it is told and gives back.
+
+Names are imported when they are first asked for: `import client` loads neither OpenVINO, hivemind nor torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from client.chat import ChatSession as ChatSession
+    from client.client import SwarmClient as SwarmClient
+    from client.config import ClientConfig as ClientConfig
+    from client.config import GenerationConfig as GenerationConfig
+    from client.events import Event as Event
+    from client.generate import Piece as Piece
+    from client.generate import Reply as Reply
+    from client.metrics import Metrics as Metrics
+
+_HOMES = {
+    "ChatSession": "client.chat",
+    "ClientConfig": "client.config",
+    "Event": "client.events",
+    "GenerationConfig": "client.config",
+    "Metrics": "client.metrics",
+    "Piece": "client.generate",
+    "Reply": "client.generate",
+    "SwarmClient": "client.client",
+}
+
+__all__ = [
+    "ChatSession",
+    "ClientConfig",
+    "Event",
+    "GenerationConfig",
+    "Metrics",
+    "Piece",
+    "Reply",
+    "SwarmClient",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'client' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])
