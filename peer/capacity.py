@@ -1,0 +1,125 @@
+"""What this machine can hold, and which layers the swarm needs most from it. Pure.
+
+Memory of a peer = an empty peer + weights + KV cache:
+
+- Weights: the CPU plugin keeps its own, repacked copy; the file's pages are released after it. Measured on
+  SmolLM2-135M Q4_1 (scales and zero points for every 32 weights, which the plugin widens to f32): middle
+  layers take 1.5 of their bytes on disk in accuracy and 1.4 in performance, the whole model 1.1. Wider
+  groups take less: 1.1 of group 128 by the same count.
+- KV: the plugin doubles the room of a cache that has outgrown it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from swarm.errors import ConfigError
+from swarm.manifest import Manifest
+from swarm.spans import LayerRange
+
+# Python, OpenVINO and its plugin 100 MB, hivemind with torch 260 MB, activations of one chunk 25 MB.
+EMPTY_PEER_BYTES = 400_000_000
+WEIGHT_FACTOR = 1.6
+KV_GROWTH = 2.0
+# A stored number's bytes; u8 has a scale and a zero point, 8 bytes for each head of 64 or more.
+_KV_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "u8": 1.125, "i8": 1.125, "u4": 0.625}
+# Layers are compared before their own speed is known; a peer that was measured replaces this.
+_USUAL_LAYER_TIME_S = 1e-3
+
+
+def kv_token_bytes(manifest: Manifest, span: LayerRange, kv: str) -> int:
+    """Bytes that one cached token may take over `span`; `kv` as `Numerics.kv` (unknown counts as f32)."""
+    bytes_each = max(_KV_BYTES.get(part, 4.0) for part in kv.split("+"))
+    return int(manifest.kv_elements(span) * bytes_each * KV_GROWTH)
+
+
+def needed_bytes(manifest: Manifest, span: LayerRange, *, kv: str, kv_tokens: int) -> int:
+    """Resident memory of a peer that serves `span` with `kv_tokens` cached."""
+    weights = int(manifest.span_bytes(span) * WEIGHT_FACTOR)
+    return EMPTY_PEER_BYTES + weights + kv_tokens * kv_token_bytes(manifest, span, kv)
+
+
+def kv_tokens_beside(manifest: Manifest, span: LayerRange, memory: int, *, kv: str) -> int:
+    """Tokens whose KV fits beside `span` in `memory` bytes; 0 where the span itself does not fit."""
+    room = memory - needed_bytes(manifest, span, kv=kv, kv_tokens=0)
+    return max(room, 0) // kv_token_bytes(manifest, span, kv)
+
+
+def layers_that_fit(manifest: Manifest, memory: int, *, kv: str, kv_tokens: int) -> int:
+    """The length of the longest span, wherever it lies, that fits in `memory` bytes; 0 for none."""
+    longest, first = 0, 0
+    for last in range(1, len(manifest.layers) + 1):
+        # A span fits only where each of its parts does: the window never needs to shrink twice for one layer.
+        while first < last:
+            if needed_bytes(manifest, LayerRange(first, last), kv=kv, kv_tokens=kv_tokens) <= memory:
+                break
+            first += 1
+        longest = max(longest, last - first)
+    return longest
+
+
+def service_rates(peers: Iterable[tuple[LayerRange, float]], layers: int) -> list[float]:
+    """Tokens/s with which each layer is served; `peers` are spans and their seconds a layer.
+
+    A peer of many layers serves each of them slower than one of few: every token takes all its layers.
+    """
+    rates = [0.0] * layers
+    for span, layer_time_s in peers:
+        rate = 1 / (max(layer_time_s, 1e-9) * len(span))
+        for layer in range(span.first, min(span.last, layers)):
+            rates[layer] += rate
+    return rates
+
+
+def choose_span(
+    manifest: Manifest,
+    memory: int,
+    *,
+    served: Sequence[float],
+    kv: str,
+    kv_tokens: int,
+    layer_time_s: float = _USUAL_LAYER_TIME_S,
+    max_layers: int | None = None,
+) -> LayerRange:
+    """The span, ends on the grid, with which this machine helps the swarm most.
+
+    `served` is `service_rates` of the others. Gaps come first: the shortest span over the most layers that
+    nobody serves, which is the whole model where there is no one else and it fits. Without gaps it is the
+    span after which the worst served layer is served best, then the second worst, and so on: a swarm is
+    as fast as its worst served layer. `max_layers` caps the length.
+
+    Raises ConfigError where nothing fits, naming what the smallest choice needs.
+    """
+    if len(served) != len(manifest.layers):
+        raise ConfigError(f"{len(served)} service rates for {len(manifest.layers)} layers: give one a layer")
+    if max_layers is not None and max_layers < 1:
+        raise ConfigError(f"max_layers is {max_layers}; 1 or more are possible")
+    choices = [
+        LayerRange(first, last)
+        for index, first in enumerate(manifest.grid)
+        for last in manifest.grid[index + 1 :]
+        if max_layers is None or last - first <= max_layers
+    ]
+    if not choices:
+        shortest = min(b - a for a, b in zip(manifest.grid, manifest.grid[1:], strict=False))
+        raise ConfigError(f"max_layers is {max_layers}; the shortest piece of {manifest.name} has {shortest} layers")
+    cost = {span: needed_bytes(manifest, span, kv=kv, kv_tokens=kv_tokens) for span in choices}
+    fitting = [span for span in choices if cost[span] <= memory]
+    if not fitting:
+        least = min(choices, key=cost.__getitem__)
+        raise ConfigError(
+            f"{memory / 1e9:.2f} GB hold no part of {manifest.name}: layers {least}, the smallest, need "
+            f"{cost[least] / 1e9:.2f} GB with {kv_tokens} tokens cached; allow more memory or fewer tokens"
+        )
+
+    def after(span: LayerRange) -> list[float]:
+        own = 1 / (layer_time_s * len(span))
+        # Rounded, so that sums of the same rates in another order tie, and the first span wins.
+        return sorted(round(rate + own * (layer in span), 6) for layer, rate in enumerate(served))
+
+    def filled(span: LayerRange) -> int:
+        return sum(served[layer] <= 0 for layer in span)
+
+    if any(map(filled, fitting)):
+        return max(fitting, key=lambda span: (filled(span), -len(span)))
+    return max(fitting, key=after)

@@ -1,0 +1,219 @@
+"""The files of a span, joined into one graph.
+
+::
+
+    embed ──► layer a ──► layer a+1 ──► ... ──► layer b-1 ──► Gather(logit_rows) ──► head
+    (a = 0)      ▲            ▲                     ▲          (b = the last layer)
+                 └── attention_mask, position_ids, beam_idx: one input each, for all layers
+
+Every layer's file computes mask and rotary values from shapes of its own tensors. Left like that, a
+span of thirty layers computes them thirty times. All layers of a span see the same past length and
+the same tokens, so each layer's ShapeOf is moved to the tensor of the same meaning in the first layer;
+the copies are then equal expressions of equal inputs, and OpenVINO's own passes merge them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import openvino as ov
+from openvino import opset15 as ops
+
+from swarm.engine.device import compile_span
+from swarm.engine.memory import release_memory
+from swarm.engine.stateful import StatefulEngine
+from swarm.errors import DamagedFile, PackageError
+from swarm.manifest import EMBED, HEAD, Manifest, layer_part
+from swarm.spans import LayerRange
+
+_SHARED = ("input_ids", "attention_mask", "position_ids", "beam_idx")
+_HIDDEN = "hidden_states"
+
+
+def compose(
+    package: Path,
+    manifest: Manifest,
+    span: LayerRange,
+    *,
+    logit_rows: bool = True,
+    beam_idx: bool = True,
+) -> ov.Model:
+    """One graph for `span` out of the package's files, which are memory-mapped, not copied.
+
+    Inputs: `input_ids` [1, n] i64 on the span with layer 0, else `hidden_states` [1, n, hidden] f32;
+    `attention_mask` [1, past + n] i64, `position_ids` [1, n] i64, `beam_idx` [1] i32, each where some
+    layer reads it; with the last layer and `logit_rows`, `logit_rows` [m] i64: the positions of the n
+    that want logits. Output: `hidden_states_out` [1, n, hidden], or `logits` [1, m or n, vocab], f32.
+
+    `beam_idx=False` drops the Gather behind the cached keys and values, which costs the fused
+    attention: it is there to measure what the Gather is worth.
+
+    Raises DamagedFile where a file cannot be read, PackageError where the files do not fit together.
+    """
+    parts = manifest.span_parts(span)
+    join = _Join(keep_beams=beam_idx)
+    if EMBED in parts:
+        join.embed(_read(package, EMBED))
+    for layer in span:
+        join.layer(_read(package, layer_part(layer)), layer_part(layer), window=manifest.layers[layer].window)
+    if HEAD in parts:
+        join.head(_read(package, HEAD), logit_rows=logit_rows)
+    return join.model(f"{manifest.name} {span}")
+
+
+def open_engine(
+    package: Path,
+    manifest: Manifest,
+    span: LayerRange,
+    *,
+    device: str = "CPU",
+    precision: str = "accuracy",
+    threads: int = 0,
+    cache_dir: Path | None = None,
+) -> StatefulEngine:
+    """Compose and compile `span`, stand an engine on it and warm it up. The files' hashes are the caller's
+    to check.
+
+    Raises PackageError for the files, EngineError for the device, ConfigError for the settings.
+    """
+    compiled = compile_span(
+        compose(package, manifest, span),
+        attention_layers=len(span),
+        device=device,
+        precision=precision,
+        threads=threads,
+        cache_dir=cache_dir,
+        cache_key=(manifest.digest, str(span)),
+    )
+    engine = StatefulEngine(compiled, manifest, span)
+    engine.warm_up()
+    release_memory(package, *([cache_dir] if cache_dir else []))
+    return engine
+
+
+def _read(package: Path, part: str) -> ov.Model:
+    path = package / f"{part}.xml"
+    try:
+        return ov.Core().read_model(path)
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise DamagedFile(f"{path} is not a readable graph ({reason}): fetch or export it again") from error
+
+
+class _Join:
+    """The graph so far: its inputs, the tensor that the next part reads, and where shapes are read."""
+
+    def __init__(self, *, keep_beams: bool) -> None:
+        self._keep_beams = keep_beams
+        self._inputs: dict[str, Any] = {}
+        self._sinks: list[Any] = []
+        self._variables: dict[str, Any] = {}
+        self._entry: Any = None  # the first layer's input: the shape of every layer's input
+        self._hidden: Any = None  # what the next part reads
+        self._roots: dict[tuple[object, ...], Any] = {}  # meaning of a cache tensor -> the first such
+        self._output = "hidden_states_out"
+        self._first: Any = None  # the first layer's own model, for its rt_info
+
+    def embed(self, part: ov.Model) -> None:
+        self._share_inputs(part, "embed")
+        self._hidden = self._entry = _only_result(part, "embed")
+
+    def layer(self, part: ov.Model, name: str, *, window: int | None) -> None:
+        self._first = self._first or part
+        nodes = part.get_ordered_ops()  # listed now: once joined, the walk leads into earlier layers
+        self._share_inputs(part, name)
+        for node in nodes:
+            if not self._keep_beams and _is_beam_gather(node):
+                node.output(0).replace(node.input(0).get_source_output())
+            elif node.get_type_name() == "ShapeOf":
+                self._reroot(node, window)
+        for variable in part.get_variables():
+            ident = variable.info.variable_id
+            if ident in self._variables:
+                raise PackageError(f"two layers of this package keep the state {ident!r}: export it again")
+            self._variables[ident] = variable
+        self._sinks += part.get_sinks()
+        self._hidden = _only_result(part, name)
+
+    def head(self, part: ov.Model, *, logit_rows: bool) -> None:
+        if logit_rows:
+            rows = ops.parameter([-1], ov.Type.i64, name="logit_rows")
+            rows.output(0).tensor.set_names({"logit_rows"})
+            self._inputs["logit_rows"] = rows
+            # Named, because the compiled graph's cache is keyed by names and generated ones count up.
+            axis = ops.constant(1, ov.Type.i64, name="logit_rows/axis")
+            self._hidden = ops.gather(self._hidden, rows, axis, name="logit_rows/gather").output(0)
+            self._entry = self._hidden
+        self._share_inputs(part, "head")
+        self._hidden = _only_result(part, "head")
+        self._output = "logits"
+
+    def model(self, name: str) -> ov.Model:
+        result = ops.result(self._hidden, name="output")
+        inputs = [p for key, p in self._inputs.items() if self._keep_beams or key != "beam_idx"]
+        model = ov.Model([result], self._sinks, inputs, list(self._variables.values()), name)
+        model.outputs[0].tensor.set_names({self._output})
+        # Dropping runtime_options would change the precision of the KV cache.
+        for key, value in self._first.get_rt_info().items():
+            model.set_rt_info(value, key)
+        model.validate_nodes_and_infer_types()
+        return model
+
+    def _share_inputs(self, part: ov.Model, owner: str) -> None:
+        """Feed `part` from the graph so far: hidden states from the part before, the rest shared."""
+        for parameter in part.get_parameters():
+            port = parameter.output(0)
+            names = port.get_names() & {_HIDDEN, *_SHARED}
+            if len(names) != 1:
+                found = sorted(port.get_names()) or [parameter.get_friendly_name()]
+                raise PackageError(f"{owner} has an input of unknown meaning, {', '.join(found)}: export it again")
+            (name,) = names
+            if name == _HIDDEN and self._hidden is not None:
+                for reader in list(port.get_target_inputs()):
+                    shape_only = reader.get_node().get_type_name() == "ShapeOf"
+                    reader.replace_source_output(self._entry if shape_only else self._hidden)
+            elif name in self._inputs:
+                for reader in list(port.get_target_inputs()):
+                    reader.replace_source_output(self._inputs[name].output(0))
+            else:
+                self._inputs[name] = parameter
+                if name == _HIDDEN:
+                    self._hidden = self._entry = port
+
+    def _reroot(self, shape_of: Any, window: int | None) -> None:
+        """Let ShapeOf read the span's first tensor of the same shape *and* meaning.
+
+        Layers of other head counts have another shape; layers with a sliding window may hold another
+        number of positions. Neither may lend its shape to the others.
+        """
+        source = shape_of.input(0).get_source_output()
+        meaning = _cache_meaning(source.get_node())
+        if meaning is not None:
+            root = self._roots.setdefault((meaning, str(source.get_partial_shape()), window), source)
+            if root is not source:
+                shape_of.input(0).replace_source_output(root)
+
+
+def _only_result(part: ov.Model, owner: str) -> Any:
+    results = part.get_results()
+    if len(results) != 1:
+        raise PackageError(f"{owner} has {len(results)} outputs; a part has one: export it again")
+    return results[0].input(0).get_source_output()
+
+
+def _is_beam_gather(node: Any) -> bool:
+    return bool(node.get_type_name() == "Gather" and _producer(node, 0).get_type_name() == "ReadValue")
+
+
+def _cache_meaning(node: Any) -> str | None:
+    """`past` for cached keys or values, `present` for them with the step's appended, else None."""
+    if node.get_type_name() == "ReadValue" or _is_beam_gather(node):
+        return "past"
+    if node.get_type_name() == "Concat" and _cache_meaning(_producer(node, 0)) == "past":
+        return "present"
+    return None
+
+
+def _producer(node: Any, port: int) -> Any:
+    return node.input(port).get_source_output().get_node()

@@ -1,0 +1,58 @@
+"""Entries of the cache of compiled graphs: sealed, damaged, half written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swarm.engine.cache import discard_if_damaged, entry_path, locked, seal
+
+
+@pytest.fixture
+def entry(tmp_path: Path) -> Path:
+    entry = entry_path(tmp_path, "digest", "0:10", "CPU")
+    entry.mkdir()
+    (entry / "1.blob").write_bytes(b"compiled")
+    seal(entry)
+    return entry
+
+
+def test_each_part_of_the_key_matters(tmp_path: Path) -> None:
+    keys = [("a", "b"), ("ab",), ("a", "b", ""), ("b", "a")]
+    assert len({entry_path(tmp_path, *key) for key in keys}) == len(keys)
+
+
+def test_a_sealed_entry_stays(entry: Path) -> None:
+    discard_if_damaged(entry)
+    assert (entry / "1.blob").read_bytes() == b"compiled"
+
+
+def test_a_changed_an_added_and_an_unsealed_file_each_cost_the_entry(entry: Path) -> None:
+    for damage in (
+        lambda: (entry / "1.blob").write_bytes(b"compilex"),
+        lambda: (entry / "2.blob").write_bytes(b"more"),
+        lambda: (entry / "1.blob").unlink(),
+        lambda: (entry / "sealed.json").unlink(),
+        lambda: (entry / "sealed.json").write_text("{"),
+        lambda: (entry / "sealed.json").write_text("[1]"),
+    ):
+        damage()
+        discard_if_damaged(entry)
+        assert not entry.exists()
+        entry.mkdir()
+        (entry / "1.blob").write_bytes(b"compiled")
+        seal(entry)
+
+
+def test_a_second_graph_in_an_entry_is_sealed_too(entry: Path) -> None:
+    (entry / "2.blob").write_bytes(b"more")
+    seal(entry)
+    discard_if_damaged(entry)
+    assert (entry / "2.blob").exists()
+
+
+def test_an_entry_that_is_not_there_is_no_error(tmp_path: Path) -> None:
+    discard_if_damaged(entry_path(tmp_path, "none"))
+    with locked(entry_path(tmp_path / "new", "none")):
+        assert (tmp_path / "new").is_dir()
