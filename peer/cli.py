@@ -1,0 +1,167 @@
+"""`swarm join` and `swarm bootstrap`: options in, phases on stderr, the address on stdout."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from peer.config import JoinConfig, parse_bytes
+from peer.report import Progress as Hear
+from peer.report import Report
+from swarm.address import Address
+from swarm.folders import cache_folder
+from swarm.spans import LayerRange
+
+InitialPeers = Annotated[
+    list[str] | None,
+    typer.Option("--initial-peer", metavar="HOST:PORT", help="Any peer of the swarm to join; may be given again."),
+]
+Listen = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Where to listen; otherwise 0.0.0.0:31337, or the next free port."),
+]
+IdentityFile = Annotated[
+    Path | None, typer.Option(help="This peer's key; made if it is not there. Otherwise one of this user's.")
+]
+Name = Annotated[str, typer.Option(help="What others see; otherwise this host's name.")]
+Wait = Annotated[
+    float | None, typer.Option(help="Seconds to try initial peers that do not answer; otherwise for ever.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a phase, the last with the address.")]
+Verbose = Annotated[int, typer.Option("--verbose", "-v", count=True, help="Log sessions; twice, everything.")]
+
+
+def join(
+    package: Annotated[
+        str, typer.Argument(help="A package's directory, or the name or digest of a model that the swarm serves.")
+    ],
+    layers: Annotated[str, typer.Option(metavar="A:B|auto", help="Which layers to serve.")] = "auto",
+    initial_peer: InitialPeers = None,
+    listen: Listen = None,
+    device: Annotated[str, typer.Option(help="An OpenVINO device.")] = "CPU",
+    precision: Annotated[
+        str, typer.Option(help="accuracy (f32: the unsplit model's tokens) or performance (the device's default).")
+    ] = "accuracy",
+    max_memory: Annotated[
+        str | None, typer.Option(metavar="6GB", help="What it may take in all; otherwise 70 % of what is free.")
+    ] = None,
+    kv_tokens: Annotated[int | None, typer.Option(help="The most tokens of KV cache, over all sessions.")] = None,
+    threads: Annotated[int, typer.Option(help="Compute threads; 0 leaves the choice to OpenVINO.")] = 0,
+    identity: IdentityFile = None,
+    name: Name = "",
+    cache_dir: Annotated[Path | None, typer.Option(help="Where fetched files and compiled graphs go.")] = None,
+    wait: Wait = None,
+    grace: Annotated[float, typer.Option(help="Seconds that sessions have to move on when it leaves.")] = 5.0,
+    as_json: AsJson = False,
+    verbose: Verbose = 0,
+) -> None:
+    """Serve layers of a model: begin a swarm, or join one with --initial-peer.
+
+    Ctrl-C leaves: it is announced at once and sessions move on. Ctrl-C twice leaves at once.
+    """
+    config = JoinConfig(
+        package=package,
+        layers=None if layers == "auto" else LayerRange.parse(layers),
+        initial_peers=_addresses(initial_peer),
+        listen=_listen(listen),
+        device=device,
+        precision=precision,
+        max_memory=None if max_memory is None else parse_bytes(max_memory),
+        kv_tokens=kv_tokens,
+        threads=threads,
+        identity=identity,
+        name=name,
+        cache_dir=cache_dir or cache_folder(),
+        wait_s=wait,
+        grace_s=grace,
+    )
+    _run(config, as_json=as_json, verbose=verbose)
+
+
+def bootstrap(
+    listen: Listen = None,
+    initial_peer: InitialPeers = None,
+    identity: IdentityFile = None,
+    name: Name = "",
+    wait: Wait = None,
+    as_json: AsJson = False,
+    verbose: Verbose = 0,
+) -> None:
+    """Keep a swarm's directory alive without serving layers: a first address that stays."""
+    config = JoinConfig(
+        package=None,
+        initial_peers=_addresses(initial_peer),
+        listen=_listen(listen),
+        identity=identity,
+        name=name,
+        cache_dir=cache_folder(),
+        wait_s=wait,
+    )
+    _run(config, as_json=as_json, verbose=verbose)
+
+
+class ConsoleReport:
+    """`Report` on a terminal: phases and bars on stderr; on stdout the address, or JSON lines."""
+
+    def __init__(self, console: Console, *, as_json: bool) -> None:
+        self._console = console
+        self._as_json = as_json
+
+    def phase(self, phase: str, text: str, /, **facts: object) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True, style="bold" if phase == "announced" else None)
+        if self._as_json:
+            typer.echo(json.dumps({"phase": phase, **facts}))
+        elif phase == "announced":
+            self._console.print("others join with --initial-peer and this address:", style="dim")
+            typer.echo(str(facts["address"]))
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False, style="yellow")
+
+    @contextmanager
+    def bar(self, text: str) -> Iterator[Hear]:
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        with Progress(
+            *columns,
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        ) as progress:
+            task = progress.add_task(text, total=None)
+            yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _run(config: JoinConfig, *, as_json: bool, verbose: int) -> None:
+    # imported now, not above: `swarm join --help` need not wait for OpenVINO
+    from peer.join import join as run
+    from peer.stopping import Interrupted
+
+    console = Console(stderr=True)
+    level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
+    # a terminal gets lines that fit it and spare the bars; a file gets them whole
+    handler = RichHandler(console=console, show_path=False) if console.is_terminal else logging.StreamHandler()
+    logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
+    report: Report = ConsoleReport(console, as_json=as_json)
+    try:
+        asyncio.run(run(config, report))
+    except Interrupted as error:
+        raise KeyboardInterrupt from error
+
+
+def _addresses(texts: list[str] | None) -> tuple[Address, ...]:
+    return tuple(Address.parse(text) for text in texts or ())
+
+
+def _listen(text: str | None) -> Address | None:
+    return None if text is None else Address.parse(text, any_port=True)

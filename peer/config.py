@@ -1,0 +1,104 @@
+"""What a peer can be told: limits of its sessions, and everything that `swarm join` takes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarm.address import Address
+from swarm.errors import ConfigError
+from swarm.spans import LayerRange
+
+DEFAULT_PORT = 31337
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_PRECISIONS = ("accuracy", "performance")
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size: `6GB` is 6 x 10^9 bytes, `6GiB` is 6 x 2^30. Raises ConfigError that quotes the text.
+
+    >>> parse_bytes("1.5GB")
+    1500000000
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{text!r} is not a size; write it like 6GB or 512MiB")
+    power = " KMGT".index(match[2].upper() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionLimits:
+    """What sessions may take. `kv_total` in tokens: the sum of all reservations never exceeds it.
+
+    `queue_steps` and `queue_bytes` bound the steps of one session that wait here, `all_queue_bytes`
+    those of all sessions together; one step always fits.
+
+    >>> SessionLimits(kv_total=8192, per_connection=4).sessions
+    256
+    """
+
+    kv_total: int
+    sessions: int = 256
+    per_connection: int = 64
+    idle_s: float = 300.0
+    queue_steps: int = 32
+    queue_bytes: int = 64 << 20
+    all_queue_bytes: int = 512 << 20
+
+    def __post_init__(self) -> None:
+        for name in ("sessions", "per_connection", "queue_steps", "queue_bytes", "all_queue_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least 1")
+        if self.kv_total < 0:
+            raise ConfigError(f"kv_total is {self.kv_total!r}; it must be a number of tokens")
+        if self.idle_s <= 0:
+            raise ConfigError(f"idle_s is {self.idle_s!r}; it must be over 0 seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinConfig:
+    """One `swarm join`, or with `package` None one `swarm bootstrap`.
+
+    `package` is a directory, or the name or digest of a model that the swarm serves. `layers` None
+    chooses a span. `listen` None takes the default port or the next free one. `wait_s` bounds how long
+    unreachable initial peers are tried again; None keeps trying. `grace_s` is how long a leaving peer
+    waits for its sessions to move on.
+
+    >>> JoinConfig(package="smollm2", initial_peers=(Address.parse("10.0.0.7:31337"),)).device
+    'CPU'
+    """
+
+    package: str | None
+    layers: LayerRange | None = None
+    initial_peers: tuple[Address, ...] = ()
+    listen: Address | None = None
+    device: str = "CPU"
+    precision: str = "accuracy"
+    max_memory: int | None = None
+    kv_tokens: int | None = None
+    threads: int = 0
+    identity: Path | None = None
+    name: str = ""
+    cache_dir: Path
+    wait_s: float | None = None
+    grace_s: float = 20.0
+
+    def __post_init__(self) -> None:
+        if self.precision not in _PRECISIONS:
+            raise ConfigError(f"precision is {self.precision!r}; it must be {' or '.join(_PRECISIONS)}")
+        if self.max_memory is not None and self.max_memory <= 0:
+            raise ConfigError(f"max_memory is {self.max_memory!r}; it must be over 0 bytes")
+        if self.kv_tokens is not None and self.kv_tokens < 1:
+            raise ConfigError(f"kv_tokens is {self.kv_tokens!r}; it must be at least 1 token")
+        if self.threads < 0:
+            raise ConfigError(f"threads is {self.threads!r}; 0 leaves the choice to OpenVINO")
+        if self.wait_s is not None and self.wait_s < 0:
+            raise ConfigError(f"wait is {self.wait_s!r}; it must be a number of seconds")
+        if self.grace_s < 0:
+            raise ConfigError(f"grace is {self.grace_s!r}; it must be a number of seconds")
+        if self.package == "":
+            raise ConfigError("the package is empty; name a directory, or a model that the swarm serves")
+        if len(self.name) > 64 or not self.name.isprintable():
+            raise ConfigError(f"name is {self.name[:80]!r}; it must be printable and at most 64 characters long")

@@ -1,0 +1,323 @@
+"""`swarm join` and `swarm bootstrap` from their start to their end.
+
+::
+
+    listen ─► meet the initial peers ─┬─► DHT ─────────────────────────────────────► listening ─┐
+    (as a member without layers)      └─► choose span ─► fetch ─► check ─► self-test ─► load ───┴─► announce
+    ... until Ctrl-C ... ─► say "leaving" ─► sessions move on ─► close
+
+The port is taken first, so that nothing is loaded in vain; the peer answers look-ups from the moment its
+DHT is up, and takes sessions when it is announced. It announces only what passed its self-test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import importlib
+import itertools
+import math
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+from peer.announce import Announcer
+from peer.config import JoinConfig
+from peer.desk import Desk
+from peer.offer import Offer
+from peer.places import advertised_addresses, advertised_hosts, listening_places
+from peer.report import Report
+from peer.selftest import self_test
+from peer.server import PeerServer
+from peer.service import SpanService
+from peer.span import load_span
+from peer.stopping import Stop
+from peer.supply import check_supply, choose_supply, fetch_supply
+from swarm import __version__
+from swarm.address import Address
+from swarm.errors import ConfigError, DirectoryError, EngineError, PeerError, SwarmError, WrongPeer
+from swarm.folders import state_folder
+from swarm.identity import Identity, held_default_identity, held_identity
+from swarm.peers import PeerDirectory
+from swarm.wire.messages import PROTOCOL_VERSION, Hello
+from swarm.wire.questions import AskDht, DhtAddresses
+
+if TYPE_CHECKING:
+    from swarm.dht import HivemindDirectory
+
+T = TypeVar("T")
+SOFTWARE = f"aipc-swarm/{__version__}"
+_ASK_TIMEOUT_S = 5.0
+_BACK_OFF_S = (0.5, 1.0, 2.0, 5.0)
+
+
+async def join(config: JoinConfig, report: Report) -> None:
+    """Be a peer until told to stop. Raises Interrupted if that was before it was announced; any SwarmError."""
+    stop = Stop()
+    with stop.on_signals(), _identity(config) as identity:
+        await Peer(config, identity, report, stop).run()
+
+
+class Peer:
+    """One peer's life."""
+
+    def __init__(self, config: JoinConfig, identity: Identity, report: Report, stop: Stop) -> None:
+        self._config = config
+        self._identity = identity
+        self._report = report
+        self._stop = stop
+        self._name = config.name or socket.gethostname()[:64]
+        self._incarnation = time.time_ns() // 1_000_000
+        self._model = ""
+        self._failure: SwarmError | None = None
+        self._desk = Desk(hello=self._hello)
+        self._server = PeerServer(identity=identity, hello=self._hello, desk=self._desk)
+        self._host = ""
+
+    async def run(self) -> None:
+        self._report.phase(
+            "started",
+            f"{self._name} starts as peer {self._identity.peer_id}",
+            pid=os.getpid(),
+            name=self._name,
+            peer_id=self._identity.peer_id,
+        )
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self._server)
+            announcer = await self._stop.interrupting(self._begin(stack))
+            async with asyncio.TaskGroup() as group:
+                announcing = group.create_task(announcer.run()) if announcer is not None else None
+                await self._stop.asked.wait()
+                await self._stop.hurrying(self._leave(announcer))
+                self._stop.end_soon()  # whatever may still hang: a device, a disk
+                if announcing is not None:
+                    announcing.cancel()
+        if self._failure is not None:
+            raise EngineError(f"this peer left the swarm: {self._failure}") from self._failure
+
+    # -- the beginning
+
+    async def _begin(self, stack: contextlib.AsyncExitStack) -> Announcer | None:
+        await self._listen()
+        directory, service, offer = await self._prepare(stack)
+        if service is None or offer is None:
+            self._announced(directory, None)
+            return None
+        self._server.begin(service)
+        announcer = Announcer(
+            directory,
+            self._identity,
+            current=lambda: offer.record(service.load(), name=self._name, addresses=self._addresses()),
+            model=offer.model,
+            hello=self._hello,
+        )
+        await self._until_it_works(announcer.announce_now)
+        self._announced(directory, offer)
+        return announcer
+
+    async def _prepare(
+        self, stack: contextlib.AsyncExitStack
+    ) -> tuple[HivemindDirectory, SpanService | None, Offer | None]:
+        """The DHT and the span, side by side."""
+        seeds, contact = await self._meet(stack)
+        try:
+            async with asyncio.TaskGroup() as group:
+                dht = group.create_task(self._open_dht(stack, seeds))
+                span = group.create_task(self._load(contact)) if self._config.package is not None else None
+        except ExceptionGroup as failed:
+            raise _first(failed) from None
+        service, offer = span.result() if span is not None else (None, None)
+        return dht.result(), service, offer
+
+    async def _listen(self) -> None:
+        places = listening_places(self._config.listen)
+        for place in places:
+            try:
+                await self._server.start(place.host, place.port)
+            except ConfigError as error:
+                taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
+                if taken and place is not places[-1]:
+                    continue
+                raise
+            self._host = place.host
+            return
+
+    async def _meet(self, stack: contextlib.AsyncExitStack) -> tuple[tuple[str, ...], PeerDirectory | None]:
+        """Where the DHT of the initial peers is, and a way to ask them; tried again while they do not answer."""
+        if not self._config.initial_peers:
+            return (), None
+        contact = PeerDirectory(self._config.initial_peers, hello=self._hello())
+        stack.push_async_callback(contact.close)
+
+        async def ask() -> tuple[str, ...]:
+            channel = await contact.channel()
+            question = AskDht(request=channel.next_request())
+            answer = await channel.ask(question, DhtAddresses, timeout=_ASK_TIMEOUT_S)
+            if not answer.addresses:
+                raise DirectoryError(f"the peer at {channel.remote} has no DHT yet")
+            return answer.addresses
+
+        seeds = await self._until_it_works(ask)
+        for address in contact.trusted:
+            self._report.say(f"{address} is taken on trust; write it like this to be sure whom you meet")
+        return seeds, contact
+
+    async def _until_it_works(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Try again, saying so, for as long as the config allows."""
+        deadline = math.inf if self._config.wait_s is None else time.monotonic() + self._config.wait_s
+        said = ""
+        for pause in itertools.chain(_BACK_OFF_S, itertools.repeat(_BACK_OFF_S[-1])):
+            try:
+                return await attempt()
+            except WrongPeer:
+                raise
+            except (PeerError, DirectoryError) as error:
+                if time.monotonic() + pause > deadline:
+                    raise
+                if str(error) != said:
+                    said = str(error)
+                    self._report.say(f"{said}; trying again")
+            await asyncio.sleep(pause)
+        raise AssertionError("the pauses never end")
+
+    async def _open_dht(self, stack: contextlib.AsyncExitStack, seeds: tuple[str, ...]) -> HivemindDirectory:
+        # hivemind brings torch: seconds of import that the self-test's process uses meanwhile
+        dht = await asyncio.to_thread(importlib.import_module, "swarm.dht")
+        directory: HivemindDirectory = await dht.HivemindDirectory.start(
+            host=self._host,
+            port=0,
+            announce_hosts=advertised_hosts(self._host),
+            initial=seeds,
+            patience_s=math.inf if self._config.wait_s is None else self._config.wait_s,
+            say=self._report.say,
+        )
+        stack.push_async_callback(directory.close)
+        self._desk.open_directory(directory, lambda: directory.addresses)
+        self._report.phase(
+            "listening",
+            f"listening at {self._address()}",
+            address=self._address(),
+            peer_id=self._identity.peer_id,
+            dht=directory.addresses,
+        )
+        return directory
+
+    async def _load(self, contact: PeerDirectory | None) -> tuple[SpanService, Offer]:
+        """From PACKAGE to a span that computes and passed its test."""
+        config, report = self._config, self._report
+        supply = await choose_supply(config, contact, self._hello(), peer_id=self._identity.peer_id)
+        manifest, span = supply.manifest, supply.span
+        report.phase(
+            "chosen",
+            f"layers {span} of {manifest.name} ({manifest.digest[:12]})",
+            span=str(span),
+            model={"name": manifest.name, "digest": manifest.digest},
+        )
+        for edge in sorted({span.first, span.last} - set(manifest.grid)):
+            report.say(f"layer {edge} is not on the grid {manifest.grid}: only spans that end there too can join it")
+        if supply.fetched and contact is not None:
+            await fetch_supply(supply, contact, self._hello(), report)
+            report.phase("fetched", f"files of layers {span} are here")
+        shelf = await check_supply(supply, report)
+        report.phase("checked", f"{len(shelf.entries)} files can be had here, those of layers {span} are whole")
+        tested = await self_test(
+            supply.package,
+            span,
+            device=config.device,
+            precision=config.precision,
+            threads=config.threads,
+            cache_dir=config.cache_dir / "graphs",
+        )
+        report.phase(
+            "tested",
+            f"self-test passed: {tested.layer_time_s * 1e3:.2f} ms a layer, numerics {tested.numerics}",
+            layer_time_s=tested.layer_time_s,
+            prefill_time_s=tested.prefill_time_s,
+            numerics=tested.numerics,
+        )
+        serving = await asyncio.to_thread(load_span, config, supply)
+        report.phase(
+            "loaded",
+            f"loaded on {config.device}, room for {serving.limits.kv_total} tokens",
+            kv_total=serving.limits.kv_total,
+        )
+        service = SpanService(serving, peer_id=self._identity.peer_id, hello=self._hello, on_failed=self._device_failed)
+        self._desk.stock(shelf)
+        self._model = manifest.digest
+        return service, Offer.of(
+            serving, shelf, tested, peer_id=self._identity.peer_id, incarnation=self._incarnation, device=config.device
+        )
+
+    def _announced(self, directory: HivemindDirectory, offer: Offer | None) -> None:
+        address = self._address()
+        what = "keeps the directory" if offer is None else f"serves layers {offer.span} of {offer.manifest.name}"
+        self._report.phase(
+            "announced",
+            f"{self._name} {what} at {address}",
+            address=address,
+            addresses=self._addresses(),
+            peer_id=self._identity.peer_id,
+            name=self._name,
+            pid=os.getpid(),
+            span=str(offer.span) if offer is not None else None,
+            entries=list(offer.entries) if offer is not None else [],
+            model={"name": offer.manifest.name, "digest": offer.manifest.digest} if offer is not None else None,
+            dht=directory.addresses,
+        )
+
+    # -- the end
+
+    async def _leave(self, announcer: Announcer | None) -> None:
+        self._report.phase("leaving", "leaving; sessions move on. Ctrl-C again to go at once")
+        if announcer is not None:
+            # the record first: nobody is to be sent here while sessions move away
+            await announcer.leave()
+        await self._server.leave(self._config.grace_s)
+
+    def _device_failed(self, error: SwarmError) -> None:
+        self._report.say(f"the device fails: {error}")
+        self._failure = error
+        self._stop.asked.set()
+
+    # -- what others see
+
+    def _hello(self) -> Hello:
+        return Hello(
+            protocol=PROTOCOL_VERSION,
+            software=SOFTWARE,
+            role="peer",
+            model=self._model,
+            name=self._name,
+            incarnation=self._incarnation,
+        )
+
+    def _addresses(self) -> list[str]:
+        return advertised_addresses(self._host, self._server.port)
+
+    def _address(self) -> str:
+        """The one that others need."""
+        place = Address.parse(self._addresses()[0])
+        return str(dataclasses.replace(place, peer_id=self._identity.peer_id))
+
+
+@contextlib.contextmanager
+def _identity(config: JoinConfig) -> Iterator[Identity]:
+    """This peer's key, for this process alone."""
+    if config.identity is not None:
+        with held_identity(config.identity) as identity:
+            yield identity
+    else:
+        with held_default_identity(state_folder()) as identity:
+            yield identity
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to show: one that is a bug before one of ours."""
+    errors: list[BaseException] = []
+    for error in group.exceptions:
+        errors.append(_first(error) if isinstance(error, BaseExceptionGroup) else error)
+    return min(errors, key=lambda error: isinstance(error, SwarmError))

@@ -1,0 +1,276 @@
+"""One session's steps, in order: check, compute, deliver.
+
+A lane lives as long as one epoch of a session. Whatever goes wrong in a step is told to the session's
+opener and ends there: other lanes never notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from peer.onward import NextHop
+from peer.sessions import Arrival, Session, SessionTable
+from peer.worker import StepOutcome, Worker
+from swarm.engine.base import Engine, Step
+from swarm.errors import BadStep, ContextExceeded, PeerFailed, PeerStalled, SwarmError
+from swarm.sampling import Choice
+from swarm.wire.failures import error_to_failure
+from swarm.wire.messages import Failure, Forward, HopTrace, Message, Output
+
+_log = logging.getLogger(__name__)
+_NO_IDS = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a step is checked against."""
+
+    layers: int
+    hidden_size: int
+    vocab_size: int
+
+
+class Opener(Protocol):
+    """The connection that opened a session, as its lane sees it."""
+
+    def send(self, message: Message) -> None: ...
+
+    def try_send(self, message: Message) -> None: ...
+
+    async def drain(self) -> None: ...
+
+    def abort(self, error: SwarmError) -> None:
+        """It takes nothing any more: end it."""
+
+
+def step_of(forward: Forward, session: Session, key: str, shape: Shape) -> Step:
+    """The step that `forward` asks for. Raises BadStep, ContextExceeded; the session is as it was then."""
+    first, last = session.span.first == 0, session.span.last == shape.layers
+    count = len(forward.tokens)
+    if forward.start > session.length:
+        raise BadStep(
+            f"a step starts at position {forward.start}, beyond the cache of session {session.name}, "
+            f"which ends at {session.length}"
+        )
+    if forward.start + count > session.max_tokens:
+        raise ContextExceeded(
+            f"session {session.name} reserved {session.max_tokens} tokens and the step ends at {forward.start + count}"
+        )
+    low, high = int(forward.tokens.min()), int(forward.tokens.max())
+    if low < 0 or high >= shape.vocab_size:
+        raise BadStep(f"token id {low if low < 0 else high} is not in the vocabulary of {shape.vocab_size}")
+    if first and forward.hidden is not None:
+        raise BadStep("the span with layer 0 takes token ids, and the step brings hidden states")
+    if not first:
+        if forward.hidden is None:
+            raise BadStep(f"layers {session.span} take hidden states, and the step brings none")
+        if forward.hidden.shape != (count, shape.hidden_size):
+            raise BadStep(f"hidden states are {forward.hidden.shape}, not {(count, shape.hidden_size)}")
+        # OpenVINO would take them; whether they are finite the engine looks at, off the event loop
+    return Step(
+        session=key,
+        start=forward.start,
+        tokens=forward.tokens,
+        hidden=forward.hidden,
+        rows=forward.rows if last else 0,
+    )
+
+
+class Lane:
+    """The steps of `session` in its present epoch, on `engine`, which knows the session as `key`."""
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        opener: Opener,
+        engine: Engine,
+        key: str,
+        shape: Shape,
+        peer_id: str,
+        table: SessionTable,
+        worker: Worker,
+        broken: Callable[[Session], None],
+        computed: Callable[[Session, Step, StepOutcome], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.session = session
+        self.engine = engine
+        self.key = key
+        self.hop: NextHop | None = None
+        self._opener = opener
+        self._shape = shape
+        self._peer_id = peer_id
+        self._table = table
+        self._worker = worker
+        self._broken = broken
+        self._computed = computed
+        self._clock = clock
+        self._wake = asyncio.Event()
+        self._last_step = 0
+        self._codec_s = 0.0
+        self._is_last = session.span.last == shape.layers
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.session.name
+
+    def wake(self) -> None:
+        """A step was queued."""
+        self._wake.set()
+
+    def lead_to(self, hop: NextHop | None) -> None:
+        """Where hidden states go from now on; None: back to the opener."""
+        if self.hop is not None and self.hop is not hop:
+            self.hop.detach(self)
+        self.hop = hop
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"lane of {self.name}")
+
+    def stop(self) -> None:
+        """Drop what waits and what runs, and let go of the way onward. Idempotent."""
+        self.lead_to(None)
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            arrival = self._table.take(self.session)
+            if arrival is None:
+                self._wake.clear()
+                await self._wake.wait()
+            else:
+                await self._serve(arrival)
+
+    def hop_failed(self, error: SwarmError, failure: Failure | None) -> None:
+        """As `onward.Traveller` says: pass it on to the opener, naming the hop that it is about."""
+        hop = self.hop
+        if failure is not None and failure.epoch != self.session.epoch:
+            return
+        if failure is None:
+            self.lead_to(None)
+        peer = hop.peer_id if hop is not None else ""
+        step = failure.step if failure is not None else self._last_step
+        self._tell(error, step=step, peer=(failure.peer if failure is not None else "") or peer)
+
+    async def _serve(self, arrival: Arrival) -> None:
+        forward = arrival.forward
+        length = None
+        try:
+            step = step_of(forward, self.session, self.key, self._shape)
+            outcome = await self._compute(forward, step)
+            length = step.end
+            self.session.remember(forward)
+            self._computed(self.session, step, outcome)
+        except SwarmError as error:
+            self._tell(error, step=forward.step)
+            if isinstance(error, PeerFailed):
+                self._broken(self.session)  # what its cache holds now, nobody knows
+            return
+        except Exception as error:
+            _log.exception("session %s: a step failed in a way that nobody foresaw", self.name)
+            self._tell(PeerFailed(f"a bug of this peer: {type(error).__name__}: {error}"), step=forward.step)
+            self._broken(self.session)
+            return
+        finally:
+            self._table.finish(self.session, length=length)
+        await self._deliver(arrival, outcome)
+
+    async def _compute(self, forward: Forward, step: Step) -> StepOutcome:
+        if not self._is_last:
+            return await self._worker.run(self.engine, step, None, _NO_IDS)
+        history = _NO_IDS
+        if forward.sampling.repetition_penalty != 1.0:
+            history = np.concatenate([self.session.history[: step.start], step.tokens])
+        return await self._worker.run(self.engine, step, forward.sampling, history)
+
+    async def _deliver(self, arrival: Arrival, outcome: StepOutcome) -> None:
+        """Onward, or to the opener; waits while that side takes no more."""
+        forward, hop = arrival.forward, self.hop
+        self._last_step = forward.step
+        trace = (*forward.trace, self._trace(arrival, outcome))
+        if self._is_last:
+            await self._answer(_output(forward, outcome.choices, trace))
+        elif hop is None:
+            await self._answer(
+                Output(
+                    session=forward.session,
+                    epoch=forward.epoch,
+                    step=forward.step,
+                    ids=_NO_IDS,
+                    hidden=outcome.hidden,
+                    dtype=self.session.dtype,
+                    trace=trace,
+                )
+            )
+        else:
+            onward = dataclasses.replace(forward, hidden=outcome.hidden, dtype=self.session.dtype, trace=trace)
+            try:
+                self._send(hop, onward)
+                await hop.drain()
+            except SwarmError as error:
+                self._tell(error, step=forward.step, peer=hop.peer_id)
+
+    async def _answer(self, output: Output) -> None:
+        try:
+            self._send(self._opener, output)
+            await self._opener.drain()
+        except PeerStalled as error:
+            self._opener.abort(error)
+        except SwarmError:
+            pass  # its connection's end is on its way to the server, which closes the session
+
+    def _send(self, to: Opener | NextHop, message: Message) -> None:
+        began = self._clock()
+        to.send(message)
+        self._codec_s = self._clock() - began
+
+    def _trace(self, arrival: Arrival, outcome: StepOutcome) -> HopTrace:
+        """What sending takes is known only when it is done: the step before stands for this one."""
+        now = self._clock()
+        waited = now - arrival.at - outcome.compute_s
+        return HopTrace(
+            peer=self._peer_id,
+            queue_s=max(0.0, waited),
+            compute_s=outcome.compute_s,
+            codec_s=self._codec_s,
+            received_at=arrival.at,
+            sent_at=now + self._codec_s,
+        )
+
+    def _tell(self, error: SwarmError, *, step: int, peer: str = "") -> None:
+        session = self.session
+        failure = error_to_failure(error, session=session.name, epoch=session.epoch, step=step)
+        if peer and failure.peer != peer:
+            failure = dataclasses.replace(failure, peer=peer)
+        self._opener.try_send(failure)
+
+
+def _output(forward: Forward, choices: tuple[Choice, ...], trace: tuple[HopTrace, ...]) -> Output:
+    wanted = forward.sampling.logprobs
+    logprobs = top_ids = top_logprobs = None
+    if wanted is not None:
+        logprobs = np.array([choice.logprob for choice in choices], np.float32)
+    if wanted:
+        pairs = np.array([choice.top for choice in choices], np.float64).reshape(len(choices), -1, 2)
+        top_ids, top_logprobs = pairs[..., 0].astype(np.int32), pairs[..., 1].astype(np.float32)
+    return Output(
+        session=forward.session,
+        epoch=forward.epoch,
+        step=forward.step,
+        ids=np.array([choice.token for choice in choices], np.int32),
+        logprobs=logprobs,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+        trace=trace,
+    )

@@ -1,0 +1,229 @@
+"""A peer on the network: takes connections, hands on what they say, answers.
+
+::
+
+    connection ─► _take ─► Forward                    into its session's lane, no answer here
+                          Ping, Attach, CloseSession  answered on the spot
+                          OpenSession, Link, Ask...   answered by a task of their own
+                  its end ─► all its sessions end
+
+Messages of a connection are taken in order, and no more are taken while its caller does not read. A
+bootstrap is the same without a span.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Self, TypeVar, cast
+
+from peer.connection import Connection
+from peer.desk import Desk
+from peer.service import SpanService
+from swarm.errors import PeerFailed, PeerLost, RemoteProtocolError, SwarmError, UnknownSession
+from swarm.identity import Identity
+from swarm.listener import Listener
+from swarm.stream import Stream, listen
+from swarm.wire.failures import error_to_failure
+from swarm.wire.messages import (
+    Attach,
+    CloseSession,
+    Failure,
+    Forward,
+    Hello,
+    Link,
+    Message,
+    OpenSession,
+)
+from swarm.wire.questions import AskDht, AskFile, AskManifest, AskReach, AskTopic, Ping
+
+M = TypeVar("M", bound=Message)
+_log = logging.getLogger(__name__)
+_SWEEP_S = 1.0
+
+_OnTheSpot = Callable[[Connection, Message], Message | None]
+_InTime = Callable[[Connection, Message], Coroutine[Any, Any, Message]]
+
+
+class PeerServer:
+    """Listens from `start` to `close`, which `async with` calls; computes from `begin` on.
+
+    Without a service it is a bootstrap. `hello` is what this peer says of itself in greetings, `port` the
+    one that it got.
+    """
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        hello: Callable[[], Hello],
+        desk: Desk,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._identity = identity
+        self._hello = hello
+        self._desk = desk
+        self._sleep = sleep
+        self._service: SpanService | None = None
+        self._connections: set[Connection] = set()
+        self._listener: Listener | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+        self._on_the_spot: dict[type[Message], _OnTheSpot] = {}
+        self._in_time: dict[type[Message], _InTime] = {}
+        self.port = 0
+        self._answer_questions()
+        self._refuse_sessions()
+
+    @property
+    def connections(self) -> int:
+        return len(self._connections)
+
+    async def start(self, host: str, port: int) -> None:
+        """Raises ConfigError where the address cannot be listened on."""
+        self._listener = await listen(host, port, self._identity, self._hello, self._serve)
+        self.port = self._listener.port
+
+    def begin(self, service: SpanService) -> None:
+        """Take sessions from now on."""
+        service.start()
+        self._service = service
+        self._sweeper = asyncio.create_task(self._sweep(service), name="sweep")
+        self._at_once(Attach, service.attach)
+        self._at_once(CloseSession, service.close_session)
+        self._later(OpenSession, service.open)
+        self._later(Link, service.link)
+
+    async def leave(self, grace_s: float) -> None:
+        """Let the sessions move on; see `SpanService.leave`."""
+        if self._service is not None:
+            await self._service.leave(grace_s)
+
+    async def close(self) -> None:
+        """No connection, no session, no thread is left. Idempotent."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        if self._listener is not None:
+            await self._listener.close()
+        if self._service is not None:
+            await self._service.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # -- one connection
+
+    async def _serve(self, stream: Stream) -> None:
+        """From the greeting to the end. What it raises ends this connection alone."""
+        connection = Connection(stream)
+        self._connections.add(connection)
+        try:
+            while True:
+                self._take(connection, await stream.receive())
+                await stream.drain()
+        except PeerLost:
+            _log.debug("%r ended", connection)
+        finally:
+            self._connections.discard(connection)
+            if self._service is not None:
+                self._service.lost(connection)
+            await connection.end()
+
+    def _take(self, connection: Connection, message: Message) -> None:
+        if isinstance(message, Forward):
+            self._forward(connection, message)
+        elif isinstance(message, Failure):
+            _log.info("%r says: %s", connection, message.text)
+        elif (prompt := self._on_the_spot.get(type(message))) is not None:
+            self._answer_now(connection, message, prompt)
+        elif (slow := self._in_time.get(type(message))) is not None:
+            self._answer_later(connection, message, slow)
+        else:
+            raise RemoteProtocolError(f"a caller does not send {type(message).__name__} to this peer")
+
+    def _answer_now(self, connection: Connection, message: Message, handler: _OnTheSpot) -> None:
+        try:
+            answer = handler(connection, message)
+        except SwarmError as error:
+            answer = error_to_failure(error, request=_request_of(message))
+        if answer is not None:
+            connection.send(answer)
+
+    def _answer_later(self, connection: Connection, message: Message, handler: _InTime) -> None:
+        """The handler's synchronous part runs now, in the order of the messages; the rest in a task."""
+        request = _request_of(message)
+
+        def done(task: asyncio.Task[Message]) -> None:
+            if not task.cancelled():
+                connection.try_send(_reply(task, request))
+
+        try:
+            connection.check_room()
+            work = handler(connection, message)
+        except SwarmError as error:
+            connection.send(error_to_failure(error, request=request))
+        else:
+            connection.spawn(work, done)
+
+    # -- what is answered, and how
+
+    def _answer_questions(self) -> None:
+        self._at_once(Ping, self._ping)
+        self._at_once(AskDht, lambda connection, ask: self._desk.dht(ask))
+        self._at_once(AskManifest, lambda connection, ask: self._desk.manifest(ask))
+        self._later(AskTopic, lambda connection, ask: self._desk.topic(ask))
+        self._later(AskFile, lambda connection, ask: self._desk.file(ask))
+        self._later(AskReach, lambda connection, ask: self._desk.reach(ask, connection.remote))
+
+    def _refuse_sessions(self) -> None:
+        for kind in (OpenSession, Link, Attach, CloseSession):
+            self._at_once(kind, _refuse)
+
+    def _at_once(self, kind: type[M], handler: Callable[[Connection, M], Message | None]) -> None:
+        self._in_time.pop(kind, None)
+        self._on_the_spot[kind] = cast(_OnTheSpot, handler)
+
+    def _later(self, kind: type[M], handler: Callable[[Connection, M], Coroutine[Any, Any, Message]]) -> None:
+        self._on_the_spot.pop(kind, None)
+        self._in_time[kind] = cast(_InTime, handler)
+
+    def _forward(self, connection: Connection, forward: Forward) -> None:
+        if self._service is not None:
+            self._service.forward(connection, forward)
+            return
+        unknown = UnknownSession(f"session {forward.session} is not open here: this peer serves no layers")
+        failure = error_to_failure(unknown, session=forward.session, epoch=forward.epoch, step=forward.step)
+        connection.send(failure)
+
+    def _ping(self, connection: Connection, ask: Ping) -> Message:
+        received = computed = 0
+        if ask.session and self._service is not None:
+            received, computed = self._service.progress(connection, ask.session)
+        return self._desk.ping(ask, received=received, computed=computed)
+
+    async def _sweep(self, service: SpanService) -> None:
+        while True:
+            await self._sleep(_SWEEP_S)
+            await service.sweep()
+
+
+def _refuse(connection: Connection, message: Message) -> Message:
+    raise PeerFailed("this peer serves no layers now; look up who does")
+
+
+def _reply(task: asyncio.Task[Message], request: int) -> Message:
+    error = task.exception()
+    if error is None:
+        return task.result()
+    if not isinstance(error, SwarmError):
+        _log.error("a request failed in a way that nobody foresaw", exc_info=error)
+        error = PeerFailed(f"a bug of this peer: {type(error).__name__}: {error}")
+    return error_to_failure(error, request=request)
+
+
+def _request_of(message: Message) -> int:
+    request: int = getattr(message, "request", 0)
+    return request

@@ -1,0 +1,331 @@
+"""The table of a peer's sessions: who holds how much KV cache, and whose steps are taken.
+
+::
+
+    event                       before        after     effect
+    ──────────────────────────  ────────────  ────────  ─────────────────────────────────────────────
+    admit, new name             —             open      reserves max_tokens, or PeerBusy
+    admit, by its opener        open          open      next epoch: cache and steps forgotten, the
+                                                        reservation kept or changed, nobody attached
+    admit, by anybody else      open          open      PeerBusy
+    attach with the secret      open          open      that connection too may bring steps
+    accept a step               open          open      queued; an earlier epoch's is dropped
+    close by its opener, expiry,
+    loss of the opener          open          —         everything given back, exactly once
+    loss of who is attached     open          open      nobody attached
+
+No I/O and no clock of its own. A *connection* is any hashable that stands for one.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from peer.config import SessionLimits
+from swarm.errors import BadStep, ContextExceeded, PeerBusy, UnknownSession
+from swarm.spans import LayerRange
+from swarm.wire.messages import Attach, Forward, OpenSession
+
+_SOONEST_RETRY_S = 1.0
+_TYPICAL_S = 30.0
+_LIFETIME_WEIGHT = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """A step that waits, and when it came (the table's clock)."""
+
+    forward: Forward
+    at: float
+
+    @property
+    def nbytes(self) -> int:
+        hidden = self.forward.hidden
+        return self.forward.tokens.nbytes + (hidden.nbytes if hidden is not None else 0)
+
+
+@dataclass(eq=False, kw_only=True)
+class Session:
+    """One client's KV cache over `span` on this peer.
+
+    `history` [max_tokens] int32 holds the ids of the `length` positions that are cached. `received` and
+    `computed` count the steps of this epoch; a step that failed counts as computed.
+    """
+
+    name: str
+    opener: Hashable
+    secret: bytes = field(repr=False)
+    epoch: int
+    span: LayerRange
+    max_tokens: int
+    dtype: str
+    opened_at: float
+    touched_at: float
+    history: NDArray[np.int32]
+    attached: Hashable | None = None
+    length: int = 0
+    received: int = 0
+    computed: int = 0
+    waiting: deque[Arrival] = field(default_factory=deque)
+    waiting_bytes: int = 0
+    running: bool = False
+
+    def remember(self, forward: Forward) -> NDArray[np.int32]:
+        """Write the step's ids over what was known from `start` on; all ids up to its end, a view."""
+        end = forward.start + len(forward.tokens)
+        self.history[forward.start : end] = forward.tokens
+        return self.history[:end]
+
+
+class SessionTable:
+    """Every change of a session happens here; the caller acts on what it returns."""
+
+    def __init__(self, limits: SessionLimits, *, context_length: int, clock: Callable[[], float]) -> None:
+        self._limits = limits
+        self._context_length = context_length
+        self._clock = clock
+        self._sessions: dict[str, Session] = {}
+        self._per_connection: Counter[Hashable] = Counter()
+        self._reserved = 0
+        self._queued_bytes = 0
+        self._lifetime_s = _TYPICAL_S
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __contains__(self, session: object) -> bool:
+        return isinstance(session, Session) and self._sessions.get(session.name) is session
+
+    @property
+    def kv_total(self) -> int:
+        return self._limits.kv_total
+
+    @property
+    def kv_free(self) -> int:
+        """Tokens that no session has reserved."""
+        return self._limits.kv_total - self._reserved
+
+    @property
+    def waiting(self) -> int:
+        """Steps that wait or run, over all sessions."""
+        return sum(len(session.waiting) + session.running for session in self._sessions.values())
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._queued_bytes
+
+    def sessions(self) -> list[Session]:
+        return list(self._sessions.values())
+
+    def openers(self) -> set[Hashable]:
+        return {session.opener for session in self._sessions.values()}
+
+    # -- opening and closing
+
+    def admit(self, connection: Hashable, ask: OpenSession) -> Session:
+        """Reserve room for a session, or start its next epoch.
+
+        Raises PeerBusy (with `retry_after`) where there is no room now, ContextExceeded where there never
+        will be, BadStep where the epoch does not follow.
+        """
+        if ask.max_tokens < 1:
+            raise BadStep(f"session {ask.session} asks for {ask.max_tokens} tokens; ask for at least 1")
+        most = min(self._context_length, self._limits.kv_total)
+        if ask.max_tokens > most:
+            raise ContextExceeded(f"{ask.max_tokens} tokens are more than the {most} that a session can have here")
+        known = self._sessions.get(ask.session)
+        if known is None:
+            self._check_room(connection, ask.max_tokens)
+        elif known.opener != connection:
+            raise PeerBusy(
+                f"session {ask.session} is open on another connection; close that one, or take another name",
+                retry_after=_SOONEST_RETRY_S,
+            )
+        elif ask.epoch <= known.epoch:
+            raise BadStep(f"session {ask.session} is in epoch {known.epoch}; epoch {ask.epoch} does not follow it")
+        else:
+            self._check_budget(ask.max_tokens, known.max_tokens)
+            self._remove(known)
+        return self._add(connection, ask, opened_at=self._clock() if known is None else known.opened_at)
+
+    def close(self, connection: Hashable, name: str) -> Session | None:
+        """Forget the session if `connection` opened it; None (and nothing happens) otherwise."""
+        session = self._sessions.get(name)
+        if session is None or session.opener != connection:
+            return None
+        self.drop(session)
+        return session
+
+    def drop(self, session: Session) -> bool:
+        """Forget a session, whatever the reason; False where it is gone already."""
+        if session not in self:
+            return False
+        self._remove(session)
+        lived = max(0.0, self._clock() - session.opened_at)
+        self._lifetime_s += _LIFETIME_WEIGHT * (lived - self._lifetime_s)
+        return True
+
+    def lose(self, connection: Hashable) -> list[Session]:
+        """The connection ended: its sessions are dropped (and returned), its attachments end."""
+        lost = [session for session in self._sessions.values() if session.opener == connection]
+        for session in lost:
+            self.drop(session)
+        for session in self._sessions.values():
+            if session.attached == connection:
+                session.attached = None
+        return lost
+
+    def expire(self) -> list[Session]:
+        """Drop the sessions without a step for longer than the limit."""
+        idle = [session for session in self._sessions.values() if self._expires_at(session) <= self._clock()]
+        for session in idle:
+            self.drop(session)
+        return idle
+
+    # -- steps
+
+    def find(self, name: str, *, epoch: int | None = None, opener: Hashable | None = None) -> Session:
+        """Raises UnknownSession; another's session is as unknown as one that never was."""
+        session = self._sessions.get(name)
+        if session is None or (opener is not None and session.opener != opener):
+            raise UnknownSession(f"session {name} is not open here: open it again and feed the known tokens")
+        if epoch is not None and session.epoch != epoch:
+            raise UnknownSession(f"session {name} is in epoch {session.epoch} here, not in {epoch}: open it again")
+        return session
+
+    def attach(self, connection: Hashable, ask: Attach) -> Session:
+        """Let `connection` bring the session's steps, instead of who did before. Raises UnknownSession."""
+        session = self._sessions.get(ask.session)
+        # compared even where there is nothing to compare with: the time taken tells nothing
+        expected = session.secret if session is not None else bytes(16)
+        if not hmac.compare_digest(expected, ask.secret) or session is None:
+            raise UnknownSession(f"session {ask.session} is not open here under this secret: open it again")
+        self.find(ask.session, epoch=ask.epoch)
+        session.attached = connection
+        session.touched_at = self._clock()
+        return session
+
+    def accept(self, connection: Hashable, forward: Forward) -> Session | None:
+        """Queue a step; None where it belongs to an epoch that is over.
+
+        Raises UnknownSession (no such session for this connection) or BadStep (too many wait).
+        """
+        session = self._sessions.get(forward.session)
+        if session is None or connection not in (session.opener, session.attached):
+            raise UnknownSession(f"session {forward.session} is not open here: open it again and feed the known tokens")
+        if forward.epoch < session.epoch:
+            return None
+        self.find(forward.session, epoch=forward.epoch)
+        arrival = Arrival(forward=forward, at=self._clock())
+        limits = self._limits
+        if session.waiting and (
+            len(session.waiting) >= limits.queue_steps or session.waiting_bytes + arrival.nbytes > limits.queue_bytes
+        ):
+            raise BadStep(
+                f"{len(session.waiting)} steps of session {session.name} wait already; "
+                f"send at most {limits.queue_steps} ahead"
+            )
+        if self._queued_bytes and self._queued_bytes + arrival.nbytes > limits.all_queue_bytes:
+            raise PeerBusy("too many steps wait on this peer; send again later", retry_after=_SOONEST_RETRY_S)
+        session.waiting.append(arrival)
+        session.waiting_bytes += arrival.nbytes
+        self._queued_bytes += arrival.nbytes
+        session.received += 1
+        session.touched_at = arrival.at
+        return session
+
+    def take(self, session: Session) -> Arrival | None:
+        """The next step of the session, in order; it runs from now on. None if none waits."""
+        if session not in self or not session.waiting:
+            return None
+        arrival = session.waiting.popleft()
+        session.waiting_bytes -= arrival.nbytes
+        self._queued_bytes -= arrival.nbytes
+        session.running = True
+        return arrival
+
+    def finish(self, session: Session, *, length: int | None) -> None:
+        """The step that ran is over; `length` positions are cached now, None if it failed."""
+        session.running = False
+        session.computed += 1
+        session.touched_at = self._clock()
+        if length is not None:
+            session.length = length
+
+    # -- decisions
+
+    def retry_after(self, tokens: int) -> float:
+        """Seconds until room for `tokens` is expected, from how long sessions lived and when idle ones expire."""
+        now, room = self._clock(), self.kv_free
+        ends = sorted((self._expected_end(session), session.max_tokens) for session in self._sessions.values())
+        for end, freed in ends:
+            room += freed
+            if room >= tokens:
+                return max(_SOONEST_RETRY_S, end - now)
+        return _SOONEST_RETRY_S
+
+    def _check_room(self, connection: Hashable, tokens: int) -> None:
+        limits = self._limits
+        if len(self._sessions) >= limits.sessions:
+            raise PeerBusy(
+                f"all {limits.sessions} sessions of this peer are taken; try again later, or another peer",
+                retry_after=self.retry_after(1),
+            )
+        if self._per_connection[connection] >= limits.per_connection:
+            raise PeerBusy(
+                f"this connection has its {limits.per_connection} sessions open; close one first",
+                retry_after=_SOONEST_RETRY_S,
+            )
+        self._check_budget(tokens, 0)
+
+    def _check_budget(self, tokens: int, held: int) -> None:
+        if tokens > self.kv_free + held:
+            wait = self.retry_after(tokens)
+            raise PeerBusy(
+                f"{tokens} tokens of KV cache were asked for and {self.kv_free + held} are free; "
+                f"room is expected in {wait:.0f} s, or on another peer now",
+                retry_after=wait,
+            )
+
+    def _expected_end(self, session: Session) -> float:
+        return min(session.opened_at + self._lifetime_s, session.touched_at + self._limits.idle_s)
+
+    def _expires_at(self, session: Session) -> float:
+        busy = session.running or session.waiting
+        return float("inf") if busy else session.touched_at + self._limits.idle_s
+
+    # -- bookkeeping
+
+    def _add(self, connection: Hashable, ask: OpenSession, *, opened_at: float) -> Session:
+        session = Session(
+            name=ask.session,
+            opener=connection,
+            secret=ask.secret,
+            epoch=ask.epoch,
+            span=LayerRange(ask.first, ask.last),
+            max_tokens=ask.max_tokens,
+            dtype=ask.dtype,
+            opened_at=opened_at,
+            touched_at=self._clock(),
+            history=np.zeros(ask.max_tokens, np.int32),
+        )
+        self._sessions[session.name] = session
+        self._per_connection[connection] += 1
+        self._reserved += session.max_tokens
+        return session
+
+    def _remove(self, session: Session) -> None:
+        del self._sessions[session.name]
+        self._reserved -= session.max_tokens
+        self._per_connection[session.opener] -= 1
+        if not self._per_connection[session.opener]:
+            del self._per_connection[session.opener]
+        self._queued_bytes -= session.waiting_bytes
+        session.waiting.clear()
+        session.waiting_bytes = 0

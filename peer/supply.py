@@ -1,0 +1,208 @@
+"""From PACKAGE and LAYERS, as a person wrote them, to checked files of a span on this disk.
+
+::
+
+    PACKAGE is a directory ───► its manifest ─┐
+    PACKAGE is a name or digest               ├─► span ─► fetch what is missing ─► check every hash
+      ─► look-up ─► a peer's manifest ────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from peer.capacity import choose_span, kv_tokens_beside, needed_bytes, service_rates
+from peer.config import JoinConfig
+from peer.desk import Shelf
+from peer.report import Report
+from swarm.address import Address
+from swarm.channel import Channel
+from swarm.directory import Directory
+from swarm.errors import ConfigError, DirectoryError, PeerError, RemoteProtocolError, UnknownModel
+from swarm.fetch import fetch_manifest, fetch_parts
+from swarm.manifest import EMBED, HEAD, TOKENIZER, FileEntry, Manifest, check_files, layer_part, load_manifest
+from swarm.peers import find_model, find_peers
+from swarm.records import SERVING, PeerRecord
+from swarm.spans import LayerRange, union
+from swarm.wire.messages import Hello
+
+MEMORY_SHARE = 0.7
+"""What a peer takes of the memory that is free when it starts, where nobody says."""
+_USUAL_KV_TOKENS = 2048
+_MOST_HOLDS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supply:
+    """What a peer is going to serve. `fetched` tells that the files come from other peers.
+
+    `memory` in bytes is what it may take in all.
+    """
+
+    package: Path
+    manifest: Manifest
+    span: LayerRange
+    memory: int
+    fetched: bool
+
+    @property
+    def parts(self) -> list[str]:
+        """What is loaded, and the tokenizer, which every peer gives away."""
+        return [*self.manifest.span_parts(self.span), TOKENIZER]
+
+
+async def choose_supply(config: JoinConfig, directory: Directory | None, hello: Hello, *, peer_id: str) -> Supply:
+    """Which model, which layers. `directory` is how to ask the swarm; None where this peer begins one.
+
+    Raises ConfigError where it does not fit this machine, UnknownModel, MixedModels, PackageError.
+    """
+    assert config.package is not None
+    records: list[PeerRecord] = []
+    given = await asyncio.to_thread(_directory, config.package)
+    if given is not None:
+        package, fetched = given, False
+        manifest = await asyncio.to_thread(load_manifest, package)
+        if directory is not None:
+            records = await find_peers(directory, manifest.digest, now=time.time())
+    elif directory is None:
+        raise ConfigError(
+            f"{config.package!r} is not a directory here; name one, or with --initial-peer a model that a swarm serves"
+        )
+    else:
+        model = await find_model(directory, config.package)
+        records = await find_peers(directory, model.digest, now=time.time())
+        manifest = await _manifest_of(model.digest, records, hello)
+        package, fetched = config.cache_dir / "packages" / model.digest[:16], True
+    memory = config.max_memory or int(psutil.virtual_memory().available * MEMORY_SHARE)
+    others = [record for record in records if record.peer_id != peer_id and record.state == SERVING]
+    span = _span(config, manifest, memory, others)
+    return Supply(package=package, manifest=manifest, span=span, memory=memory, fetched=fetched)
+
+
+async def fetch_supply(supply: Supply, directory: Directory, hello: Hello, report: Report) -> None:
+    """Bring what is missing of the span here. Raises PeerError where no peer gives a file, PackageError."""
+    records = await find_peers(directory, supply.manifest.digest, now=time.time())
+    with report.bar(f"fetching layers {supply.span} of {supply.manifest.name}") as progress:
+        await fetch_parts(
+            supply.manifest, supply.parts, records, supply.package, hello=hello, progress=progress, connections=4
+        )
+
+
+async def check_supply(supply: Supply, report: Report) -> Shelf:
+    """Compare every file of the span with its hash. Raises DamagedFile naming the first that is wrong.
+
+    What comes back also has the rest of the package, as far as it is there: whoever fetches a file
+    checks it.
+    """
+    entries = supply.manifest.files(supply.parts)
+    total = sum(entry.size for entry in entries)
+    given_up = threading.Event()
+    done = 0
+    with report.bar(f"checking {len(entries)} files") as progress:
+
+        def note(count: int) -> None:
+            nonlocal done
+            if given_up.is_set():
+                raise InterruptedError("nobody waits for this check any more")
+            done += count
+            progress(done, total)
+
+        try:
+            await asyncio.to_thread(check_files, supply.package, entries, note)
+        finally:
+            given_up.set()
+    return await asyncio.to_thread(_shelf, supply, entries)
+
+
+def divide_memory(supply: Supply, kv: str, kv_tokens: int | None) -> tuple[int, int]:
+    """Tokens of KV cache beside the span, and the bytes left for graphs of parts of it.
+
+    `kv` is the precision that the device chose, `kv_tokens` the most that is wanted. Where the span has
+    boundaries inside, KV gets half of what is there. Raises ConfigError where there is no room at all.
+    """
+    manifest, span = supply.manifest, supply.span
+    alone = needed_bytes(manifest, span, kv=kv, kv_tokens=0)
+    inside = any(span.first < edge < span.last for edge in manifest.grid)
+    room = kv_tokens_beside(manifest, span, supply.memory - inside * (supply.memory - alone) // 2, kv=kv)
+    if room < 1:
+        raise ConfigError(_too_big(manifest, span, supply.memory, kv=kv, kv_tokens=1))
+    tokens = min(room, kv_tokens) if kv_tokens is not None else room
+    return tokens, supply.memory - needed_bytes(manifest, span, kv=kv, kv_tokens=tokens)
+
+
+def held_layers(shelf: Shelf) -> tuple[LayerRange, ...]:
+    """The layers whose files can be had here; the first with the embedding, the last with the head."""
+    manifest = shelf.manifest
+    there = {entry.path for entry in shelf.entries}
+    held = []
+    for layer in manifest.span:
+        parts = [layer_part(layer)] + [EMBED] * (layer == 0) + [HEAD] * (layer == manifest.span.last - 1)
+        if all(entry.path in there for entry in manifest.files(parts)):
+            held.append(LayerRange(layer, layer + 1))
+    return tuple(union(held)[:_MOST_HOLDS])
+
+
+def _directory(package: str) -> Path | None:
+    """The directory that is meant; None for the name or digest of a model."""
+    path = Path(package).expanduser()
+    return path.resolve() if path.is_dir() or "/" in package else None
+
+
+def _span(config: JoinConfig, manifest: Manifest, memory: int, others: list[PeerRecord]) -> LayerRange:
+    kv = "f32" if config.precision == "accuracy" else "f16"
+    kv_tokens = min(config.kv_tokens or _USUAL_KV_TOKENS, manifest.context_length)
+    if config.layers is None:
+        served = service_rates([(record.span, record.layer_time_s) for record in others], len(manifest.layers))
+        return choose_span(manifest, memory, served=served, kv=kv, kv_tokens=kv_tokens)
+    if config.layers.last > len(manifest.layers):
+        raise ConfigError(f"layers {config.layers} are not in {manifest.name}, which has {len(manifest.layers)}")
+    if needed_bytes(manifest, config.layers, kv=kv, kv_tokens=1) > memory:
+        raise ConfigError(_too_big(manifest, config.layers, memory, kv=kv, kv_tokens=1))
+    return config.layers
+
+
+def _too_big(manifest: Manifest, span: LayerRange, memory: int, *, kv: str, kv_tokens: int) -> str:
+    needed = needed_bytes(manifest, span, kv=kv, kv_tokens=kv_tokens)
+    return (
+        f"layers {span} of {manifest.name} need {needed / 1e9:.2f} GB and this peer may take {memory / 1e9:.2f} GB; "
+        "serve fewer layers or raise --max-memory"
+    )
+
+
+async def _manifest_of(digest: str, records: list[PeerRecord], hello: Hello) -> Manifest:
+    """From the first of the model's peers that gives the right one. Raises UnknownModel, saying why none did."""
+    problems = []
+    for record in records:
+        addresses = [Address.parse(text) for text in record.addresses]
+        try:
+            channel = await Channel.open([Address(a.host, a.port, record.peer_id) for a in addresses], hello)
+            try:
+                return await fetch_manifest(channel, digest)
+            finally:
+                await channel.close()
+        except (PeerError, RemoteProtocolError, UnknownModel, DirectoryError) as error:
+            problems.append(f"{record.name or record.peer_id[:8]}: {error}")
+    raise UnknownModel(f"no peer gives the manifest of {digest[:12]}: {'; '.join(problems) or 'nobody serves it now'}")
+
+
+def _shelf(supply: Supply, checked: list[FileEntry]) -> Shelf:
+    sure = {entry.path for entry in checked}
+    entries = [
+        entry
+        for entry in supply.manifest.files(supply.manifest.parts)
+        if entry.path in sure or _has_size(supply.package / entry.path, entry.size)
+    ]
+    return Shelf(package=supply.package, manifest=supply.manifest, entries=tuple(entries))
+
+
+def _has_size(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except OSError:
+        return False  # it is not there, which is all that is asked

@@ -1,0 +1,66 @@
+"""The real model on a peer in this process: the whole span, and parts of it compiled on demand."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from peer.config import JoinConfig
+from peer.desk import Desk
+from peer.server import PeerServer
+from peer.service import SpanService
+from peer.span import load_span
+from peer.supply import Supply
+from swarm.address import Address
+from swarm.channel import Channel
+from swarm.identity import Identity
+from swarm.manifest import load_manifest
+from swarm.spans import LayerRange
+from swarm.wire.messages import PROTOCOL_VERSION, Hello
+from tests.conftest import GreedyReference
+from tests.peer.toy_swarm import Caller, client_hello
+
+PROMPT = [1, 504, 2970, 282, 4649, 314]
+COUNT = 6
+
+
+def test_a_span_and_its_parts_give_the_unsplit_models_tokens(
+    smollm2_package: Path, greedy_reference: GreedyReference, tmp_path: Path
+) -> None:
+    manifest = load_manifest(smollm2_package)
+    config = JoinConfig(package=str(smollm2_package), cache_dir=tmp_path, threads=1)
+    supply = Supply(package=smollm2_package, manifest=manifest, span=manifest.span, memory=3_000_000_000, fetched=False)
+    serving = load_span(config, supply)
+    assert serving.entries == manifest.grid[1:-1]
+    assert str(serving.engine.numerics) == "f32/f32"
+    identity = Identity.generate()
+
+    def hello() -> Hello:
+        return Hello(protocol=PROTOCOL_VERSION, software="test", role="peer", model=manifest.digest)
+
+    async def main() -> None:
+        service = SpanService(serving, peer_id=identity.peer_id, hello=hello)
+        async with PeerServer(identity=identity, hello=hello, desk=Desk(hello=hello)) as server:
+            server.begin(service)
+            await server.start("127.0.0.1", 0)
+            caller = Caller()
+            caller.channel = await Channel.open(
+                [Address("127.0.0.1", server.port, identity.peer_id)], client_hello(), on_message=caller._hear
+            )
+            await caller.open("in-one-go", layers=manifest.span)
+            await caller.open("front-part", layers=LayerRange(0, 15))
+            await caller.open("back-part-", layers=LayerRange(15, 30))
+            expected = greedy_reference(PROMPT, COUNT)
+            known, start = list(PROMPT), 0
+            for step in range(COUNT):
+                new = known[start:]
+                whole = await caller.step("in-one-go", start=start, tokens=new, step=step)
+                front = await caller.step("front-part", start=start, tokens=new, step=step)
+                back = await caller.step("back-part-", start=start, tokens=new, step=step, hidden=front.hidden)
+                assert whole.ids.tolist() == back.ids.tolist() == expected[step : step + 1]
+                start = len(known)
+                known.append(int(whole.ids[0]))
+            assert service.load().layer_time_s is not None
+            await caller.channel.close()
+
+    asyncio.run(main())

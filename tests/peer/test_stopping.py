@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from peer.stopping import Interrupted, Stop
+
+
+def test_the_first_signal_asks_the_second_hurries_and_the_third_ends() -> None:
+    async def main() -> None:
+        ended: list[int] = []
+        stop = Stop(end=ended.append)
+        with stop.on_signals():
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.wait_for(stop.asked.wait(), 20)
+            assert not stop.urgent.is_set()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(stop.urgent.wait(), 20)
+            assert ended == []
+            stop.signal()
+            assert ended == [130]
+
+    asyncio.run(main())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_work_is_cancelled_by_the_first_signal() -> None:
+    async def main() -> None:
+        stop = Stop(end=lambda _: None)
+        cleaned: list[str] = []
+
+        async def work() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                cleaned.append("cleaned up")
+
+        asyncio.get_running_loop().call_soon(stop.signal)
+        with pytest.raises(Interrupted):
+            await stop.interrupting(work())
+        assert cleaned == ["cleaned up"]
+
+    asyncio.run(main())
+
+
+def test_work_that_ends_gives_its_result_or_its_error() -> None:
+    async def main() -> None:
+        stop = Stop(end=lambda _: None)
+
+        async def seven() -> int:
+            return 7
+
+        async def wrong() -> None:
+            raise ValueError("wrong")
+
+        assert await stop.interrupting(seven()) == 7
+        with pytest.raises(ValueError, match="wrong"):
+            await stop.interrupting(wrong())
+
+    asyncio.run(main())
+
+
+def test_leaving_waits_until_somebody_hurries() -> None:
+    async def main() -> None:
+        stop = Stop(end=lambda _: None)
+        done: list[str] = []
+
+        async def leave() -> None:
+            await asyncio.sleep(0)
+            done.append("left")
+            await asyncio.sleep(60)
+
+        stop.signal()
+        asyncio.get_running_loop().call_later(0.01, stop.signal)
+        await stop.hurrying(leave())
+        assert done == ["left"]
+
+    asyncio.run(main())
+
+
+def test_being_cancelled_leaves_no_task() -> None:
+    async def main() -> None:
+        stop = Stop(end=lambda _: None)
+        outer = asyncio.create_task(stop.interrupting(asyncio.sleep(60)))
+        await asyncio.sleep(0)
+        outer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await outer
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(main())

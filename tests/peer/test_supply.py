@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peer.capacity import needed_bytes
+from peer.config import JoinConfig, SessionLimits
+from peer.desk import Shelf
+from peer.offer import Offer
+from peer.report import Progress
+from peer.selftest import SelfTest
+from peer.service import Load, Serving
+from peer.supply import Supply, check_supply, choose_supply, divide_memory, fetch_supply, held_layers
+from swarm.directory import MemoryDirectory
+from swarm.engine.base import Numerics
+from swarm.errors import ConfigError, DamagedFile, PackageError, UnknownModel
+from swarm.identity import Identity
+from swarm.manifest import MANIFEST, FileEntry, Manifest, describe_file
+from swarm.records import PeerRecord
+from swarm.spans import LayerRange
+from tests.peer.toy_engine import LAYERS, ToyEngine, toy_manifest
+from tests.peer.toy_swarm import Host, client_hello, toy_peer
+
+ROOM = 2_000_000_000
+ME = "m" * 32
+
+
+class Heard:
+    """A Report that remembers."""
+
+    def __init__(self) -> None:
+        self.bars: list[tuple[int, int]] = []
+
+    def phase(self, phase: str, text: str, /, **facts: object) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    @contextmanager
+    def bar(self, text: str) -> Iterator[Progress]:
+        yield lambda done, total: self.bars.append((done, total))
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A toy package: files of a hundred bytes each, and a manifest that is true."""
+    folder = tmp_path / "toy"
+    folder.mkdir()
+    manifest = toy_manifest()
+    parts: dict[str, tuple[FileEntry, ...]] = {}
+    for part in manifest.parts:
+        path = folder / f"{part}.bin"
+        path.write_bytes(part.encode().ljust(100, b"."))
+        parts[part] = (describe_file(path),)
+    (folder / MANIFEST).write_bytes(replace(manifest, parts=parts).to_json())
+    return folder
+
+
+def config(package: str | Path, tmp_path: Path, **settings: Any) -> JoinConfig:
+    return JoinConfig(package=str(package), cache_dir=tmp_path / "cache", **{"max_memory": ROOM, **settings})
+
+
+def manifest_of(package: Path) -> Manifest:
+    return Manifest.from_json((package / MANIFEST).read_bytes())
+
+
+def record_of(host: Host, manifest: Manifest, shelf: Shelf, span: LayerRange) -> PeerRecord:
+    engine = ToyEngine(span)
+    serving = Serving(manifest=manifest, engine=engine, limits=SessionLimits(kv_total=10))
+    tested = SelfTest(numerics="f32/f32", layer_time_s=1e-3, prefill_time_s=1e-4)
+    offer = Offer.of(serving, shelf, tested, peer_id=host.identity.peer_id, incarnation=1, device="CPU")
+    load = Load(kv_free=10, kv_total=10, sessions=0, queue=0, state="serving", layer_time_s=None, prefill_time_s=None)
+    record = offer.record(load, name="toy", addresses=[host.address.place])
+    now = time.time()
+    return replace(record, announced_at=now, expires_at=now + 100)
+
+
+async def publish(directory: MemoryDirectory, host: Host, manifest: Manifest, shelf: Shelf, span: LayerRange) -> None:
+    record = record_of(host, manifest, shelf, span)
+    await directory.publish(record.seal(host.identity))
+    serving = Serving(manifest=manifest, engine=ToyEngine(span), limits=SessionLimits(kv_total=10))
+    tested = SelfTest(numerics="f32/f32", layer_time_s=1e-3, prefill_time_s=1e-4)
+    offer = Offer.of(serving, shelf, tested, peer_id=host.identity.peer_id, incarnation=1, device="CPU")
+    await directory.publish(replace(offer.model(), expires_at=record.expires_at).seal(host.identity))
+
+
+def test_a_directory_is_taken_as_it_is(package: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        supply = await choose_supply(config(package, tmp_path), None, client_hello(), peer_id=ME)
+        assert (supply.package, supply.span, supply.fetched) == (package, LayerRange(0, LAYERS), False)
+        part = await choose_supply(config(package, tmp_path, layers=LayerRange(1, 3)), None, client_hello(), peer_id=ME)
+        assert part.span == LayerRange(1, 3)
+        shelf = await check_supply(part, Heard())
+        assert held_layers(shelf) == (LayerRange(0, LAYERS),)
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_served_is_said_before_anything_is_loaded(package: Path, tmp_path: Path) -> None:
+    async def choose(what: str | Path, **settings: Any) -> Supply:
+        return await choose_supply(config(what, tmp_path, **settings), None, client_hello(), peer_id=ME)
+
+    for error, match, what, settings in (
+        (ConfigError, "is not a directory here", "some-model", {}),
+        (PackageError, "is not a model package", tmp_path / "nowhere", {}),
+        (ConfigError, "layers 0:9 are not in toy, which has 6", package, {"layers": LayerRange(0, 9)}),
+        (
+            ConfigError,
+            "need 0.40 GB and this peer may take 0.10 GB",
+            package,
+            {"layers": LayerRange(0, 3), "max_memory": 100_000_000},
+        ),
+        (ConfigError, "hold no part of toy", package, {"max_memory": 100_000_000}),
+    ):
+        with pytest.raises(error, match=match):
+            asyncio.run(choose(what, **settings))
+
+
+def test_a_damaged_or_missing_file_of_the_span_is_named(package: Path, tmp_path: Path) -> None:
+    async def check(span: LayerRange) -> Shelf:
+        supply = await choose_supply(config(package, tmp_path, layers=span), None, client_hello(), peer_id=ME)
+        return await check_supply(supply, Heard())
+
+    (package / "layer_004.bin").unlink()
+    (package / "layer_002.bin").write_bytes(b"x" * 100)
+    with pytest.raises(DamagedFile, match=r"layer_002\.bin is damaged"):
+        asyncio.run(check(LayerRange(0, 3)))
+    with pytest.raises(DamagedFile, match=r"layer_004\.bin cannot be read"):
+        asyncio.run(check(LayerRange(3, LAYERS)))
+    # outside the span it only limits what is given away; whoever fetches checks the hash
+    assert held_layers(asyncio.run(check(LayerRange(0, 2)))) == (LayerRange(0, 4), LayerRange(5, LAYERS))
+
+
+def test_a_name_is_looked_up_and_just_the_files_of_the_span_are_fetched(package: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        manifest = manifest_of(package)
+        shelf = Shelf(package=package, manifest=manifest, entries=tuple(manifest.files(manifest.parts)))
+        directory = MemoryDirectory()
+        async with toy_peer(shelf=shelf) as host:
+            await publish(directory, host, manifest, shelf, LayerRange(0, 4))
+            with pytest.raises(UnknownModel, match="this swarm serves toy"):
+                await choose_supply(config("other", tmp_path), directory, client_hello(), peer_id=ME)
+            supply = await choose_supply(
+                config("toy", tmp_path, layers=LayerRange(4, LAYERS)), directory, client_hello(), peer_id=ME
+            )
+            assert supply.fetched
+            heard = Heard()
+            await fetch_supply(supply, directory, client_hello(), heard)
+            held = await check_supply(supply, heard)
+            names = sorted(path.name for path in supply.package.glob("*.bin"))
+            assert names == ["head.bin", "layer_004.bin", "layer_005.bin", "tokenizer.bin"]
+            assert held_layers(held) == (LayerRange(4, LAYERS),)
+            assert heard.bars[-1] == (400, 400)
+
+    asyncio.run(main())
+
+
+def test_the_span_that_is_chosen_fills_the_gap(package: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        manifest = manifest_of(package)
+        shelf = Shelf(package=package, manifest=manifest, entries=tuple(manifest.files(manifest.parts)))
+        directory = MemoryDirectory()
+        async with toy_peer(shelf=shelf) as host:
+            await publish(directory, host, manifest, shelf, LayerRange(0, 4))
+            supply = await choose_supply(config(package, tmp_path), directory, client_hello(), peer_id=ME)
+            assert supply.span.last == LAYERS
+            assert supply.span.first == 4
+            # a peer's own earlier record is none of the others
+            own = await choose_supply(
+                config(package, tmp_path), directory, client_hello(), peer_id=host.identity.peer_id
+            )
+            assert own.span == LayerRange(0, LAYERS)
+
+    asyncio.run(main())
+
+
+def test_memory_beside_the_span_is_divided(package: Path) -> None:
+    manifest = manifest_of(package)
+    whole = Supply(package=package, manifest=manifest, span=LayerRange(0, LAYERS), memory=ROOM, fetched=False)
+    tokens, left = divide_memory(whole, "f32", None)
+    assert tokens > 1000
+    assert needed_bytes(manifest, whole.span, kv="f32", kv_tokens=tokens) + left == ROOM
+    assert left >= (ROOM - needed_bytes(manifest, whole.span, kv="f32", kv_tokens=0)) // 2
+    single = replace(whole, span=LayerRange(2, 3))
+    assert divide_memory(single, "f32", None)[1] < 1000
+    assert divide_memory(whole, "f32", 77)[0] == 77
+    with pytest.raises(ConfigError, match="serve fewer layers or raise --max-memory"):
+        divide_memory(replace(whole, memory=1000), "f32", None)
+
+
+def test_a_record_says_what_was_measured_last() -> None:
+    manifest, identity = toy_manifest(), Identity.generate()
+    serving = Serving(manifest=manifest, engine=ToyEngine(LayerRange(0, 2)), limits=SessionLimits(kv_total=10))
+    tested = SelfTest(numerics="f32/f32", layer_time_s=1e-3, prefill_time_s=1e-4)
+    shelf = Shelf(package=Path(), manifest=manifest, entries=())
+    offer = Offer.of(serving, shelf, tested, peer_id=identity.peer_id, incarnation=7, device="CPU")
+    load = Load(kv_free=4, kv_total=10, sessions=1, queue=2, state="leaving", layer_time_s=None, prefill_time_s=5e-4)
+    record = offer.record(load, name="n", addresses=["10.0.0.1:5"])
+    assert (record.layer_time_s, record.prefill_time_s, record.state) == (1e-3, 5e-4, "leaving")
+    assert record.numerics == Numerics(inference="f32", kv="f32")
+    assert PeerRecord.from_plain(record.to_plain()) == record
+    assert offer.model().layer_bytes == 1
