@@ -1,0 +1,220 @@
+"""The commands `swarm generate` and `swarm chat`. The text goes to stdout as it comes, everything else to stderr."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
+from typing import Annotated
+
+import typer
+
+from client.chat import ChatSession
+from client.client import SwarmClient
+from client.config import ClientConfig, GenerationConfig
+from client.generate import Piece, Reply, collect
+from client.options import (
+    InitialPeers,
+    JsonFlag,
+    ModelArgument,
+    NumericsOption,
+    parse_initial_peers,
+    parse_numerics,
+    write_json,
+)
+from client.progress import Progress, describe
+from swarm.errors import ConfigError, ContextExceeded, SwarmError
+
+MaxNewTokens = Annotated[int, typer.Option(help="The most tokens that an answer may have.")]
+Temperature = Annotated[float | None, typer.Option(help="Over 0: draw tokens at random; 0 or left out: the likeliest.")]
+TopK = Annotated[int | None, typer.Option(help="Draw among this many of the likeliest tokens; 0: among all.")]
+TopP = Annotated[float | None, typer.Option(help="Draw among the likeliest tokens that together have this share.")]
+MinP = Annotated[float | None, typer.Option(help="Leave out tokens below this share of the likeliest one's.")]
+Penalty = Annotated[float, typer.Option(help="Over 1: tokens that are there already become less likely.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed draws the same text.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeat it to name several.")]
+System = Annotated[str | None, typer.Option(help="What the model is told before everything else.")]
+
+
+def generate(
+    model: ModelArgument,
+    prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from stdin.")],
+    initial_peers: InitialPeers,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: Penalty = 1.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    system: System = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    numerics: NumericsOption = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Answer one prompt.
+
+    Exit code 3 where layers are not covered, 8 where the prompt is too long, 130 after Ctrl-C.
+    """
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop_strings=tuple(stop or ()),
+    )
+    if raw and system is not None:
+        raise ConfigError("--system belongs to a chat template, and --raw uses none: leave one of them out")
+    text = sys.stdin.read() if prompt == "-" else prompt
+    asked: str | list[dict[str, str]] = text
+    if system is not None:
+        asked = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+    with Progress() as progress:
+        reply = asyncio.run(_generate(model, initial_peers, numerics, asked, config, progress, raw, as_json))
+        if as_json:
+            write_json(reply.to_plain(), indent=None)
+        progress.note(describe(reply), dim=True)
+
+
+async def _generate(
+    model: str,
+    initial_peers: list[str],
+    numerics: str,
+    asked: str | list[dict[str, str]],
+    config: GenerationConfig,
+    progress: Progress,
+    raw: bool,
+    as_json: bool,
+) -> Reply:
+    async with (
+        await _connect(model, initial_peers, numerics, progress) as client,
+        aclosing(client.generate(asked, config, raw=raw)) as pieces,
+    ):
+        return await collect(pieces if as_json else _shown(pieces, progress))
+
+
+def chat(
+    model: ModelArgument,
+    initial_peers: InitialPeers,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: Penalty = 1.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    system: System = None,
+    context: Annotated[int, typer.Option(help="Tokens of conversation to reserve room for on the peers.")] = 4096,
+    numerics: NumericsOption = "",
+) -> None:
+    """Talk in turns; the peers keep what they have read.
+
+    Lines that begin with a slash are commands: /reset forgets the conversation, /route shows the peers,
+    /quit ends it. Ctrl-C stops an answer, twice in a row it quits.
+    """
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop_strings=tuple(stop or ()),
+    )
+    # Between turns the loop stands still, so that input() has the terminal, its editing and Ctrl-C to itself.
+    with Progress() as progress, asyncio.Runner() as runner:
+        client = runner.run(_connect(model, initial_peers, numerics, progress, chat_tokens=context))
+        session = client.session(config, system=system)
+        try:
+            _Conversation(session, runner, progress).run()
+        finally:
+            runner.run(client.close())
+
+
+class _Conversation:
+    """Questions from stdin, answers to stdout."""
+
+    def __init__(self, session: ChatSession, runner: asyncio.Runner, progress: Progress) -> None:
+        self._session = session
+        self._runner = runner
+        self._progress = progress
+        self._interactive = sys.stdin.isatty()
+        self._interrupted = False
+
+    def run(self) -> None:
+        """Until /quit, the end of the input, or Ctrl-C twice in a row (KeyboardInterrupt)."""
+        if self._interactive:
+            with suppress(ImportError):
+                import readline  # noqa: F401  # importing it gives input() editing and a history
+            self._progress.note("/reset forgets the conversation, /route shows the peers, /quit ends it")
+        while True:
+            try:
+                line = self._read()
+                if line is None or line == "/quit":
+                    return
+                self._interrupted = False
+                self._take(line)
+            except KeyboardInterrupt:
+                if self._interrupted:
+                    raise
+                self._interrupted = True
+                self._progress.note("Ctrl-C once more quits")
+
+    def _read(self) -> str | None:
+        if self._interactive:
+            self._progress.ask("> ")
+        try:
+            return input().strip()
+        except EOFError:
+            return None
+
+    def _take(self, line: str) -> None:
+        if line == "/reset":
+            self._session.reset()
+            self._progress.note("the conversation is forgotten")
+        elif line == "/route":
+            self._progress.note(self._session.route or "no route yet: it is chosen with the first question")
+        elif line.startswith("/"):
+            self._progress.note(f"{line.split()[0]} is no command; there are /reset, /route and /quit")
+        elif line:
+            self._answer(line)
+
+    def _answer(self, text: str) -> None:
+        try:
+            self._progress.note(describe(self._runner.run(self._turn(text))), dim=True)
+        except SwarmError as error:
+            if not self._interactive:
+                raise
+            # the conversation is as it was before this question
+            self._progress.note(f"error: {error}")
+            if isinstance(error, ContextExceeded):
+                self._progress.note("/reset begins anew")
+
+    async def _turn(self, text: str) -> Reply:
+        async with aclosing(self._session.stream(text)) as pieces:
+            return await collect(_shown(pieces, self._progress))
+
+
+async def _connect(
+    model: str, initial_peers: list[str], numerics: str, progress: Progress, *, chat_tokens: int = 4096
+) -> SwarmClient:
+    config = ClientConfig(numerics=parse_numerics(numerics), chat_tokens=chat_tokens)
+    addresses = parse_initial_peers(initial_peers)
+    return await SwarmClient.connect(model, initial_peers=addresses, config=config, on_event=progress.hear)
+
+
+async def _shown(pieces: AsyncIterator[Piece], progress: Progress) -> AsyncIterator[Piece]:
+    """The same pieces; their text goes to stdout on the way."""
+    try:
+        async for piece in pieces:
+            progress.write(piece.text)
+            yield piece
+    finally:
+        progress.end_line()

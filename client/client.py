@@ -1,0 +1,259 @@
+"""A client of a swarm: finds a model, gets its tokenizer from its peers, and generates across them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from client.chat import ChatSession
+from client.config import ClientConfig, GenerationConfig
+from client.events import Event, OnEvent, Stage, unheard
+from client.generate import Piece, Task, generate
+from client.lines import Lines
+from client.metrics import Meter
+from client.pipeline import Pipeline
+from client.planner import Planner
+from client.text import Codec, Message, Tokenizer
+from swarm import __version__
+from swarm.address import Address
+from swarm.errors import NotCovered, PackageError, PeerError, RemoteProtocolError, RouteError, SwarmError
+from swarm.fetch import fetch_manifest, fetch_parts
+from swarm.manifest import MANIFEST, TOKENIZER, Manifest, check_files, load_manifest
+from swarm.peers import PeerDirectory, find_model, find_peers
+from swarm.records import PeerRecord
+from swarm.wire.messages import PROTOCOL_VERSION, Hello
+
+
+class SwarmClient:
+    """One model on one swarm; any number of generations and chats at once. Made by `connect`.
+
+    >>> # async with await SwarmClient.connect("smollm2", initial_peers=["192.168.1.7:31337"]) as swarm:
+    >>> #     async for piece in swarm.generate("What is the capital of France?"):
+    >>> #         print(piece.text, end="", flush=True)
+    """
+
+    def __init__(
+        self,
+        *,
+        manifest: Manifest,
+        tokenizer: Codec,
+        lines: Lines,
+        planner: Planner,
+        config: ClientConfig,
+        on_event: OnEvent,
+        clock: Callable[[], float],
+        rng: random.Random,
+        resources: contextlib.AsyncExitStack,
+    ) -> None:
+        """`resources` are what `close` closes, `lines` and `planner` among them."""
+        self.manifest = manifest
+        self.tokenizer = tokenizer
+        self._lines = lines
+        self._planner = planner
+        self._config = config
+        self._on_event = on_event
+        self._clock = clock
+        self._rng = rng
+        self._resources = resources
+        self._tidies = tokenizer.tidies
+        self._open: set[Pipeline] = set()
+
+    @classmethod
+    async def connect(
+        cls,
+        model: str | Path,
+        *,
+        initial_peers: Sequence[str | Address],
+        config: ClientConfig | None = None,
+        on_event: OnEvent = unheard,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
+    ) -> SwarmClient:
+        """Find `model`: a package's directory, or the name or digest of what is served.
+
+        Manifest and tokenizer are fetched once, checked, and kept in `config.cache_dir`. Raises ConfigError
+        (AddressError) naming a wrong address, PeerUnreachable, UnknownModel, MixedModels, NotCovered,
+        PackageError.
+        """
+        config = config or ClientConfig()
+        rng = rng or random.SystemRandom()
+        addresses = [peer if isinstance(peer, Address) else Address.parse(peer) for peer in initial_peers]
+        async with contextlib.AsyncExitStack() as stack:
+            directory = PeerDirectory(addresses, hello=hello(), timeout=config.connect_timeout_s, clock=wall)
+            stack.push_async_callback(directory.close)
+            on_event(Event(stage=Stage.LOOKING, text=f"looking for {model}"))
+            local = await asyncio.to_thread(_local_package, model)
+            digest = local.digest if local else (await find_model(directory, str(model))).digest
+            lines = Lines(hello=hello(digest), config=config, clock=clock)
+            stack.push_async_callback(lines.close)
+            if local:
+                manifest, folder = local, Path(model)
+                await asyncio.to_thread(check_files, folder, manifest.files([TOKENIZER]))
+            else:
+                folder = config.cache_dir / "tokenizers" / digest[:16]
+                records = await find_peers(directory, digest, now=wall())
+                manifest = await _get_package(digest, records, folder, lines, on_event)
+            for address in directory.trusted:
+                text = f"{address.place} was taken on trust; name it as {address} to accept nobody else there"
+                on_event(Event(stage=Stage.TRUSTED, text=text))
+            tokenizer = await Tokenizer.load(folder)
+            planner = Planner(
+                directory, manifest, lines=lines, config=config, seed=f"{rng.getrandbits(64):x}", clock=clock, wall=wall
+            )
+            stack.push_async_callback(planner.close)
+            return cls(
+                manifest=manifest,
+                tokenizer=tokenizer,
+                lines=lines,
+                planner=planner,
+                config=config,
+                on_event=on_event,
+                clock=clock,
+                rng=rng,
+                resources=stack.pop_all(),
+            )
+
+    async def generate(
+        self, prompt: str | Sequence[Message], config: GenerationConfig | None = None, *, raw: bool = False
+    ) -> AsyncGenerator[Piece, None]:
+        """The answer to a question, or to a conversation, piece by piece; `raw` continues the text as it is.
+
+        Raises ConfigError and ContextExceeded before anything is sent; NotCovered naming the layers that
+        nobody serves, PeerBusy where nobody has room, or what a peer said last, when repairs come to nothing.
+        Leaving the loop early gives everything back.
+        """
+        config = config or GenerationConfig()
+        meter = Meter(self._clock)
+        ids = self.encode(prompt, raw=raw)
+        pipeline = self._pipeline(len(ids) + config.max_new_tokens)
+        try:
+            async with contextlib.aclosing(self._answer(pipeline, ids, config, meter)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        finally:
+            await self._give_back(pipeline)
+
+    def session(
+        self,
+        config: GenerationConfig | None = None,
+        *,
+        system: str | None = None,
+        max_tokens: int | None = None,
+    ) -> ChatSession:
+        """A conversation whose KV cache stays on the peers between turns; close it, or use `async with`.
+
+        `config` is the turns' default. `max_tokens` of context (`ClientConfig.chat_tokens` by default) are
+        reserved on each peer.
+        """
+        pipeline = self._pipeline(max_tokens or self._config.chat_tokens)
+        return ChatSession(
+            answering=lambda messages, chosen: self._answer(
+                pipeline, self.encode(messages), chosen, Meter(self._clock)
+            ),
+            close=lambda: self._give_back(pipeline),
+            route=pipeline.describe_route,
+            config=config or GenerationConfig(),
+            system=system,
+        )
+
+    def encode(self, prompt: str | Sequence[Message], *, raw: bool = False) -> list[int]:
+        """The ids that are computed for a prompt. A text becomes a user's message unless `raw`, or unless the
+        model knows no chat."""
+        if not isinstance(prompt, str):
+            return self.tokenizer.chat(prompt)
+        if raw or not self.tokenizer.has_chat_template:
+            return self.tokenizer.encode(prompt)
+        return self.tokenizer.chat([{"role": "user", "content": prompt}])
+
+    async def close(self) -> None:
+        """End every generation and chat, and all connections. Idempotent, bounded."""
+        await asyncio.gather(*(pipeline.close() for pipeline in self._open))
+        self._open.clear()
+        await self._resources.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _pipeline(self, max_tokens: int) -> Pipeline:
+        pipeline = Pipeline(
+            planner=self._planner,
+            manifest=self.manifest,
+            lines=self._lines,
+            config=self._config,
+            max_tokens=min(max_tokens, self.manifest.context_length),
+            clock=self._clock,
+            on_event=self._on_event,
+        )
+        self._open.add(pipeline)
+        return pipeline
+
+    async def _give_back(self, pipeline: Pipeline) -> None:
+        self._open.discard(pipeline)
+        await pipeline.close()
+
+    def _answer(
+        self, pipeline: Pipeline, ids: Sequence[int], config: GenerationConfig, meter: Meter
+    ) -> AsyncGenerator[Piece, None]:
+        task = Task(
+            prompt=ids,
+            config=config,
+            sampling=config.sampling(self._rng),
+            manifest=self.manifest,
+            decode=self.tokenizer.decode,
+            tidies=self._tidies,
+            limit=pipeline.max_tokens,
+        )
+        return generate(pipeline, task, meter)
+
+
+def hello(model: str = "") -> Hello:
+    """What a client says of itself; `model` is the digest that it means to use."""
+    return Hello(protocol=PROTOCOL_VERSION, software=f"aipc-swarm {__version__}", role="client", model=model)
+
+
+async def _get_package(
+    digest: str, records: Sequence[PeerRecord], folder: Path, lines: Lines, on_event: OnEvent
+) -> Manifest:
+    """Manifest and tokenizer of a model in `folder`: what is there already and whole, else from its peers."""
+    with contextlib.suppress(PackageError):
+        manifest = await asyncio.to_thread(load_manifest, folder)
+        if manifest.digest == digest:
+            await asyncio.to_thread(check_files, folder, manifest.files([TOKENIZER]))
+            return manifest
+    on_event(Event(stage=Stage.FETCHING, text="fetching the tokenizer"))
+    manifest = await _ask_manifest(digest, records, lines)
+
+    def progress(done: int, total: int) -> None:
+        on_event(Event(stage=Stage.FETCHING, text="fetching the tokenizer", done=done, total=total))
+
+    await fetch_parts(manifest, [TOKENIZER], records, folder, hello=hello(digest), progress=progress)
+    return manifest
+
+
+async def _ask_manifest(digest: str, records: Sequence[PeerRecord], lines: Lines) -> Manifest:
+    """From the first peer that has it. Raises the last one's error, or NotCovered where there is none."""
+    last: SwarmError = NotCovered(f"nobody serves a layer of {digest[:12]} now; try again later")
+    for record in records:
+        try:
+            return await fetch_manifest((await lines.line(record)).channel, digest)
+        except (PeerError, RemoteProtocolError, RouteError, PackageError) as error:
+            last = error
+    raise last
+
+
+def _local_package(model: str | Path) -> Manifest | None:
+    """The manifest where `model` is a package's directory; None where it is the name of a model."""
+    is_path = isinstance(model, Path) or "/" in model or (Path(model) / MANIFEST).is_file()
+    return load_manifest(Path(model)) if is_path else None

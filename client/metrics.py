@@ -1,0 +1,149 @@
+"""How fast an answer came, and where the time of a token went, hop by hop. Seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from client.circuit import Answer
+from swarm.wire.messages import HopTrace
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopTime:
+    """One hop's share of a token, on average. `network_s` is the way to it from the hop (or client) before.
+
+    Where the hops' clocks cannot be compared, the time that no hop accounts for is shared out evenly.
+    """
+
+    peer_id: str
+    name: str
+    layers: str
+    queue_s: float
+    compute_s: float
+    codec_s: float
+    other_s: float
+    network_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """One answer. `ttft_s` from the call to the first token, `total_s` to the last; rates without the first.
+
+    `token_s` is the average time of a token after the first: it equals the sum over `hops`, `return_s` (from
+    the last hop back) and `client_s`. `reused_tokens` of the prompt were in the peers' caches. `repairs`
+    counts how often the route was replaced. `overheads_s` has, for each token after the first, what it took
+    beyond the hops' compute; it is left out of `to_plain`.
+    """
+
+    prompt_tokens: int
+    reused_tokens: int
+    new_tokens: int
+    ttft_s: float
+    total_s: float
+    tokens_per_second: float
+    token_s: float
+    return_s: float
+    client_s: float
+    repairs: int
+    route: str
+    hops: tuple[HopTime, ...]
+    overheads_s: tuple[float, ...] = ()
+
+    def to_plain(self) -> dict[str, Any]:
+        """JSON types only."""
+        plain = asdict(self) | {"hops": [asdict(hop) for hop in self.hops]}
+        del plain["overheads_s"]
+        return plain
+
+
+class Meter:
+    """Collects one answer's times. `begin` at the call, `step` at each answer of the last hop."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._first_at: float | None = None
+        self._last_at: float | None = None
+        self._tokens = 0
+        self._computed = 0
+        self._steps: list[tuple[Answer, float]] = []
+
+    def step(self, answer: Answer) -> None:
+        """Hears of every step; a step of one token that answers with one is a token's time."""
+        self._computed += len(answer.forward.tokens)
+        if not answer.forward.rows:
+            return
+        before = self._last_at
+        self._tokens += 1
+        self._last_at = answer.received_at
+        if before is None:
+            self._first_at = answer.received_at
+        elif len(answer.forward.tokens) == 1:
+            self._steps.append((answer, answer.received_at - before))
+
+    def metrics(
+        self, *, prompt_tokens: int, reused_tokens: int, repairs: int, route: str, hops: Sequence[tuple[str, str, str]]
+    ) -> Metrics:
+        """The sums; `hops` are (peer id, name, layers) of the route as it is now, `route` its text."""
+        first = self._first_at if self._first_at is not None else self._clock()
+        last = self._last_at if self._last_at is not None else first
+        decode_s = last - first
+        # steps over an earlier route had other hops
+        steps = [(a, s) for a, s in self._steps if [t.peer for t in a.output.trace] == [peer for peer, _, _ in hops]]
+        legs = [_legs(answer) for answer, _ in steps]
+        return Metrics(
+            prompt_tokens=prompt_tokens,
+            reused_tokens=reused_tokens,
+            new_tokens=self._tokens,
+            ttft_s=first - self._began,
+            total_s=last - self._began,
+            tokens_per_second=(self._tokens - 1) / decode_s if decode_s > 0 else 0.0,
+            token_s=_mean([seconds for _, seconds in steps]),
+            return_s=_mean([leg[-1] for leg in legs]),
+            client_s=_mean([seconds - (answer.received_at - answer.sent_at) for answer, seconds in steps]),
+            repairs=repairs,
+            route=route,
+            hops=tuple(
+                _hop_time(hop, [answer.output.trace[place] for answer, _ in steps], [leg[place] for leg in legs])
+                for place, hop in enumerate(hops)
+            ),
+            overheads_s=tuple(seconds - sum(hop.compute_s for hop in answer.output.trace) for answer, seconds in steps),
+        )
+
+
+def _hop_time(hop: tuple[str, str, str], traces: Sequence[HopTrace], legs: Sequence[float]) -> HopTime:
+    peer_id, name, layers = hop
+    named = [trace.queue_s + trace.compute_s + trace.codec_s for trace in traces]
+    return HopTime(
+        peer_id=peer_id,
+        name=name,
+        layers=layers,
+        queue_s=_mean([trace.queue_s for trace in traces]),
+        compute_s=_mean([trace.compute_s for trace in traces]),
+        codec_s=_mean([trace.codec_s for trace in traces]),
+        other_s=_mean([_stay(trace) - known for trace, known in zip(traces, named, strict=True)]),
+        network_s=_mean(legs),
+    )
+
+
+def _legs(answer: Answer) -> list[float]:
+    """Seconds on the way to each hop, and back from the last: together what no hop accounts for."""
+    trace = answer.output.trace
+    sent = [answer.sent_at, *(hop.sent_at for hop in trace)]
+    received = [*(hop.received_at for hop in trace), answer.received_at]
+    legs = [later - earlier for earlier, later in zip(sent, received, strict=True)]
+    if min(legs) >= 0:
+        return legs  # one machine's clock, or as good as that
+    away = answer.received_at - answer.sent_at - sum(map(_stay, trace))
+    return [away / len(legs)] * len(legs)
+
+
+def _stay(trace: HopTrace) -> float:
+    return trace.sent_at - trace.received_at
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0

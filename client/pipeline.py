@@ -1,0 +1,329 @@
+"""Known tokens in, the next token out, whatever happens to the peers in between.
+
+The client knows the tokens; that is all it takes to rebuild any KV cache. So there is one way to move on:
+send what is known and not computed yet. Prefill, decode and catch-up after a failure are the same loop, and
+a repair is a new circuit with nothing computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+
+from client.circuit import Answer, Circuit, Fault, ids_of
+from client.config import ClientConfig
+from client.events import Event, OnEvent, Stage
+from client.hop import Hop
+from client.lines import Lines
+from client.pace import Pace
+from client.planner import Planner
+from swarm.errors import (
+    DirectoryError,
+    LocalProtocolError,
+    PeerBusy,
+    PeerError,
+    PeerStalled,
+    RemoteProtocolError,
+    RouteError,
+    SwarmError,
+    UnknownSession,
+)
+from swarm.manifest import Manifest
+from swarm.routes import Plan, Route
+from swarm.sampling import Sampling
+
+OnAnswer = Callable[[Answer], None]
+_REPAIRABLE = (PeerError, RemoteProtocolError, UnknownSession)
+
+
+class Trouble:
+    """What went wrong since the last answer with a token, and how much of it is still borne."""
+
+    def __init__(self, config: ClientConfig, clock: Callable[[], float]) -> None:
+        self.last: SwarmError | None = None
+        self._config = config
+        self._clock = clock
+        self._began: float | None = None
+        self._uncovered: float | None = None
+        self._repairs = 0
+
+    def add(self, error: SwarmError) -> None:
+        """A circuit failed. Raises `error` if that was once too often."""
+        now = self._clock()
+        self._began = now if self._began is None else self._began
+        self._repairs += 1
+        self.last = error
+        if self._repairs > self._config.max_repairs or now - self._began > self._config.repair_timeout_s:
+            raise error
+
+    def wait_for(self, error: SwarmError) -> float:
+        """There is no route: how many seconds it is still worth waiting for one. Raises what is to be said if none.
+
+        Where every peer that could serve is busy, that is the reason to name, and worth waiting longer.
+        """
+        now = self._clock()
+        self._uncovered = now if self._uncovered is None else self._uncovered
+        busy = isinstance(self.last, PeerBusy)
+        limit = self._config.repair_timeout_s if busy else self._config.wait_for_peers_s
+        left = self._uncovered + limit - now
+        if left <= 0:
+            raise (self.last if busy and self.last is not None else error) from self.last
+        return left
+
+
+class Pipeline:
+    """One session over a route that is repaired as needed. One caller at a time; `close` it in the end."""
+
+    def __init__(
+        self,
+        *,
+        planner: Planner,
+        manifest: Manifest,
+        lines: Lines,
+        config: ClientConfig,
+        max_tokens: int,
+        clock: Callable[[], float],
+        on_event: OnEvent,
+    ) -> None:
+        """`max_tokens` positions are reserved on each hop. `on_answer` may be set to hear of every step."""
+        self.max_tokens = max_tokens
+        self.repairs = 0
+        self.on_answer: OnAnswer = _unheard
+        self._on_event = on_event
+        self._planner = planner
+        self._manifest = manifest
+        self._lines = lines
+        self._config = config
+        self._clock = clock
+        self._session = secrets.token_hex(16)
+        self._epochs = itertools.count(1)
+        self._plan: Plan | None = None
+        self._circuit: Circuit | None = None
+        self._look_again_at = clock()
+        self._cached: list[int] = []  # the ids that all hops of the circuit have computed
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._until_closed: asyncio.Timeout  # while it is not idle
+        self._closed = False
+
+    @property
+    def cached(self) -> Sequence[int]:
+        """The ids whose KV cache lies on the hops."""
+        return tuple(self._cached)
+
+    @property
+    def route(self) -> Route | None:
+        return self._circuit.route if self._circuit else None
+
+    def describe_route(self) -> str:
+        """The hops for a person; empty before the first step."""
+        return str(self._circuit) if self._circuit else ""
+
+    def hops(self) -> list[tuple[str, str, str]]:
+        """(peer id, name, layers) of each hop."""
+        return [(hop.peer_id, hop.name, str(hop.plan.span)) for hop in (self._circuit.hops if self._circuit else ())]
+
+    async def advance(self, known: Sequence[int], sampling: Sampling) -> Answer:
+        """Have everything known computed; the answer holds the token that follows.
+
+        Raises NotCovered, PeerBusy or what a hop said last when repairs come to nothing; other errors as
+        they are. The session can be advanced again after any of them. Raises LocalProtocolError where it is closed
+        meanwhile.
+        """
+        if self._closed or not self._idle.is_set():
+            raise LocalProtocolError("this session is closed" if self._closed else "this session is still answering")
+        self._idle.clear()
+        try:
+            async with asyncio.timeout(None) as self._until_closed:
+                return await self._answer(known, sampling)
+        except TimeoutError as error:
+            if not self._until_closed.expired():
+                raise
+            await self._hang_up()
+            raise LocalProtocolError("this session was closed while it was answering") from error
+        finally:
+            if self._circuit is not None:
+                self._circuit.abandon()
+            self._idle.set()
+
+    async def close(self) -> None:
+        """Give the session back on all hops at once. Idempotent, bounded, goes on if the caller is cancelled."""
+        if not self._closed and not self._idle.is_set():
+            # first of all whoever waits for an answer: it may just be opening the session on another route
+            self._until_closed.reschedule(asyncio.get_running_loop().time())
+        self._closed = True
+        await self._idle.wait()
+        await self._hang_up()
+
+    # -- steps
+
+    async def _answer(self, known: Sequence[int], sampling: Sampling) -> Answer:
+        trouble = Trouble(self._config, self._clock)
+        try:
+            while True:
+                try:
+                    circuit = await self._ready(trouble)
+                    return await self._catch_up(circuit, known, sampling)
+                except _REPAIRABLE as error:
+                    await self._give_up(error)
+                    trouble.add(error)
+        except SwarmError:
+            await self._hang_up()
+            raise
+
+    async def _catch_up(self, circuit: Circuit, known: Sequence[int], sampling: Sampling) -> Answer:
+        # what is known and cached is not sent again; the last position is, for its answer
+        start = position = min(common_prefix(self._cached, known), len(known) - 1)
+        del self._cached[start:]
+        while True:
+            while position < len(known) and circuit.in_flight < self._config.chunks_in_flight:
+                end = min(position + self._config.chunk_tokens, len(known))
+                tokens = ids_of(known[position:end])
+                circuit.send(start=position, tokens=tokens, rows=int(end == len(known)), sampling=sampling)
+                position = end
+            answer = await circuit.answer()
+            self._cached.extend(answer.forward.tokens.tolist())
+            self.on_answer(answer)
+            if answer.forward.rows:
+                self._praise(circuit)
+                return answer
+            self._say(Stage.PREFILL, "reading the prompt", len(self._cached), len(known))
+
+    def _praise(self, circuit: Circuit) -> None:
+        for hop in circuit.hops:
+            self._planner.praise(hop.plan.record)
+
+    # -- routes
+
+    async def _ready(self, trouble: Trouble) -> Circuit:
+        """The circuit as it is, or one over a new route where there is none or a hop is about to leave."""
+        while True:
+            if self._closed:
+                raise LocalProtocolError("this session was closed while it was answering")
+            circuit = self._usable_circuit()
+            if circuit is not None and not (circuit.is_leaving and self._clock() >= self._look_again_at):
+                return circuit
+            self._say(Stage.ROUTING, "choosing a route")
+            try:
+                plan = await self._next_plan()
+            except (RouteError, DirectoryError, PeerError) as error:
+                self._look_again_at = self._clock() + self._config.look_again_s
+                if self._usable_circuit() is None:
+                    left = trouble.wait_for(error)
+                    self._say(Stage.WAITING, f"waiting for a peer: {error}")
+                    await asyncio.sleep(min(left, self._config.look_again_s))
+                # else: the hop that leaves is still there, and nobody else is
+                continue
+            await self._switch(plan)
+
+    def _usable_circuit(self) -> Circuit | None:
+        return self._circuit if self._circuit is not None and self._circuit.is_usable else None
+
+    async def _next_plan(self) -> Plan:
+        for hop in self._circuit.hops if self._circuit else ():
+            if hop.is_leaving:
+                self._planner.leave_out(hop.plan.record)
+        return await self._planner.plan(self.max_tokens, self._plan)
+
+    async def _switch(self, plan: Plan) -> None:
+        """Open the session over `plan`'s route, under the next epoch. What is cached counts no more."""
+        before = self._circuit
+        circuit = Circuit(
+            plan.route,
+            session=self._session,
+            epoch=next(self._epochs),
+            vocab_size=self._manifest.vocab_size,
+            hidden_size=self._manifest.hidden_size,
+            lines=self._lines,
+            config=self._config,
+            pace=pace_of(plan.route),
+            clock=self._clock,
+        )
+        self._cached.clear()
+        self._circuit = circuit
+        try:
+            await circuit.establish(self.max_tokens)
+        finally:
+            if before is not None:
+                before.retire(circuit)
+            for pair in circuit.lost_pairs:
+                self._planner.part(pair)
+            if self._circuit is not circuit:  # closed meanwhile, and what was opened since is still open
+                await circuit.close()
+        self.repairs += self._plan is not None
+        self._plan = plan
+        self._say(Stage.CONNECTED, str(circuit))
+
+    # -- repair
+
+    async def _give_up(self, error: SwarmError) -> None:
+        """The circuit failed with `error`: see to it that the next route is another where it should be."""
+        circuit = self._circuit
+        self._cached.clear()
+        if circuit is None:
+            return
+        self._say(Stage.REPAIRING, f"another route is needed: {error}")
+        settled: set[str] = set()
+        for fault in list(circuit.faults):
+            await self._settle(circuit, fault, settled)
+
+    async def _settle(self, circuit: Circuit, fault: Fault, settled: set[str]) -> None:
+        """Blame a peer, once, or part two neighbours."""
+        if fault.apart is not None:
+            self._planner.part(fault.apart)
+            return
+        places = {hop.peer_id: place for place, hop in enumerate(circuit.hops)}
+        teller = places[fault.hop.peer_id]
+        accused = places.get(fault.accused, teller)
+        if accused == teller + 1 and await self._answers(circuit.hops[accused]):
+            # the hop before says so, and the peer is there: the two have lost each other
+            self._planner.part((circuit.hops[teller].peer_id, circuit.hops[accused].peer_id))
+            return
+        # a hop knows nobody but the one after it
+        hop = circuit.hops[accused if accused == teller + 1 else teller]
+        if hop.peer_id in settled or not isinstance(fault.error, _REPAIRABLE):
+            return
+        settled.add(hop.peer_id)
+        self._planner.blame(hop.plan.record, fault.error)
+        if isinstance(fault.error, PeerStalled):
+            # no session should wait on this connection any longer
+            self._lines.finish(self._lines.drop(hop.peer_id))
+
+    async def _answers(self, hop: Hop) -> bool:
+        try:
+            await hop.ping(self._config.ping_timeout_s)
+        except SwarmError:
+            return False
+        return True
+
+    async def _hang_up(self) -> None:
+        circuit, self._circuit = self._circuit, None
+        self._cached.clear()
+        if circuit is not None:
+            await circuit.close()
+
+    def _say(self, stage: Stage, text: str, done: int = 0, total: int = 0) -> None:
+        self._on_event(Event(stage=stage, text=text, done=done, total=total))
+
+
+def _unheard(_: Answer) -> None:
+    """Nobody measures."""
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many of the first ids are the same."""
+    pairs = zip(one, other, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def pace_of(route: Route) -> Pace:
+    """What the route's records promise, for a token and for a token of a prompt."""
+    records = [(hop.record, len(hop.span)) for hop in route.hops]
+    return Pace(
+        token_s=sum(record.layer_time_s * layers for record, layers in records),
+        prompt_token_s=sum(record.prefill_time_s * layers for record, layers in records),
+        latency_s=route.return_s
+        + sum(hop.cost.latency_s + hop.cost.transfer_s + hop.cost.queue_s for hop in route.hops),
+    )

@@ -1,0 +1,153 @@
+"""Which route next: records, measured ways and bans together. One for all sessions of a client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from client.bans import Bans
+from client.config import ClientConfig
+from client.lines import Lines
+from swarm.directory import Directory
+from swarm.errors import DirectoryError, NotCovered, PeerBusy, PeerError, PeerLeaving, SwarmError, UnknownSession
+from swarm.manifest import Manifest
+from swarm.peers import find_peers
+from swarm.records import LEAVING, Link, PeerRecord
+from swarm.routes import Plan, RouteRequest
+from swarm.routing import choose_route, replan
+
+_APART_S = 60.0
+_NO_WAY = Link(rtt_s=math.inf)
+_WIDTH = {"f32": 4, "f16": 2, "bf16": 2}
+
+
+class Planner:
+    """Decides with `swarm.routing` and remembers who failed. `clock` is monotonic, `wall` Unix time; seconds."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        manifest: Manifest,
+        *,
+        lines: Lines,
+        config: ClientConfig,
+        seed: str,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+    ) -> None:
+        self.bans = Bans(first_s=config.ban_s, limit_s=config.ban_limit_s, clock=clock)
+        self._directory = directory
+        self._manifest = manifest
+        self._lines = lines
+        self._config = config
+        self._seed = seed
+        self._clock = clock
+        self._wall = wall
+        self._records: list[PeerRecord] = []
+        self._look_up: asyncio.Task[list[PeerRecord]] | None = None
+        self._apart: dict[tuple[str, str], float] = {}
+
+    async def plan(self, kv_tokens: int, before: Plan | None = None) -> Plan:
+        """The best route for a session of `kv_tokens`; after `before` one of the same numerics.
+
+        Raises NotCovered, or DirectoryError where nobody was ever reached.
+        """
+        if before is not None:
+            # a repair does not wait for a look-up as long as what was known a moment ago is enough
+            with contextlib.suppress(NotCovered):
+                return await self._choose(self._known_records(), kv_tokens, before)
+        return await self._choose(await self._current_records(), kv_tokens, before)
+
+    async def _choose(self, records: Sequence[PeerRecord], kv_tokens: int, before: Plan | None) -> Plan:
+        banned = self.bans.remaining((record.peer_id, record.incarnation) for record in records)
+        links = await self._lines.measure(r for r in records if r.state != LEAVING and r.peer_id not in banned)
+        records = [self._with_lost_ways(record) for record in records]
+        if before is None:
+            return choose_route(
+                records, self._request(kv_tokens), links=links, now=self._wall(), banned=banned, explain=False
+            )
+        if not self._config.mixed_numerics:
+            # the text so far is this numerics' text: another would not continue it exactly
+            request = dataclasses.replace(before.request, numerics=before.route.numerics)
+            before = dataclasses.replace(before, request=request)
+        return replan(before, now=self._wall(), banned=banned, records=records, links=links)
+
+    def blame(self, record: PeerRecord, error: SwarmError) -> None:
+        """Leave the peer out for as long as `error` deserves; UnknownSession deserves nothing."""
+        peer, incarnation = record.peer_id, record.incarnation
+        if isinstance(error, UnknownSession):
+            return
+        if isinstance(error, PeerBusy):
+            self.bans.rest(peer, incarnation, max(error.retry_after, self._config.look_again_s), str(error))
+        elif isinstance(error, PeerLeaving):
+            self.leave_out(record)
+        else:
+            self.bans.ban(peer, incarnation, str(error))
+
+    def leave_out(self, record: PeerRecord) -> None:
+        """This process is about to leave."""
+        self.bans.rest(record.peer_id, record.incarnation, self._config.ban_limit_s, "it is leaving")
+
+    def part(self, pair: tuple[str, str]) -> None:
+        """The first peer cannot send to the second: route them by way of this client for a while."""
+        self._apart[pair] = self._clock() + _APART_S
+
+    def praise(self, record: PeerRecord) -> None:
+        """The peer did its part of a step."""
+        self.bans.forgive(record.peer_id, record.incarnation)
+
+    async def close(self) -> None:
+        """Stop looking up."""
+        if self._look_up is not None:
+            self._look_up.cancel()
+            await asyncio.wait([self._look_up])
+
+    def _known_records(self) -> list[PeerRecord]:
+        """What was announced when it was last looked up and holds still; the next look-up begins."""
+        if self._look_up is not None and self._look_up.done():
+            look_up, self._look_up = self._look_up, None
+            if not look_up.cancelled() and look_up.exception() is None:
+                self._records = look_up.result()
+        if self._look_up is None:
+            self._look_up = asyncio.create_task(self._ask())
+        self._records = [record for record in self._records if record.expires_at > self._wall()]
+        return self._records
+
+    async def _current_records(self) -> list[PeerRecord]:
+        """What is announced now; what was known a moment ago where nobody says so in time: it will mostly hold.
+
+        Raises DirectoryError, PeerError where nothing was known and nobody can be asked.
+        """
+        known, look_up = self._known_records(), self._look_up
+        assert look_up is not None
+        await asyncio.wait([look_up], timeout=self._config.look_up_timeout_s if known else None)
+        if look_up.cancelled():
+            raise DirectoryError("this client was closed")
+        if look_up.done() and look_up.exception() is None:
+            self._records = look_up.result()
+        elif look_up.done() and not (known and isinstance(look_up.exception(), (DirectoryError, PeerError))):
+            look_up.result()  # raises it
+        if look_up.done() and self._look_up is look_up:
+            self._look_up = None
+        return self._records
+
+    async def _ask(self) -> list[PeerRecord]:
+        return await find_peers(self._directory, self._manifest.digest, now=self._wall())
+
+    def _request(self, kv_tokens: int) -> RouteRequest:
+        return RouteRequest(
+            layers=len(self._manifest.layers),
+            hidden_bytes=self._manifest.hidden_size * _WIDTH[self._config.dtype],
+            kv_tokens=kv_tokens,
+            numerics=self._config.numerics,
+            allow_mixed=self._config.mixed_numerics,
+            seed=self._seed,
+        )
+
+    def _with_lost_ways(self, record: PeerRecord) -> PeerRecord:
+        now = self._clock()
+        lost = {to: _NO_WAY for (peer, to), until in self._apart.items() if peer == record.peer_id and until > now}
+        return dataclasses.replace(record, links={**record.links, **lost}) if lost else record

@@ -1,0 +1,121 @@
+"""What a person sees while a command works: the answer on stdout, the rest on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+
+from client.events import Event, Stage
+from client.generate import FinishReason, Reply
+from client.options import messages
+
+_EVERY_S = 1.0
+
+
+class Progress:
+    """On a terminal one line that changes and goes away; elsewhere a line a second at most."""
+
+    def __init__(
+        self,
+        *,
+        console: Console | None = None,
+        output: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console or messages()
+        self._output = output or sys.stdout
+        self._clock = clock
+        self._status: Status | None = None
+        self._mid_line = False
+        self._quiet_until = clock() + _EVERY_S
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hide()
+        self.end_line()
+
+    def hear(self, event: Event) -> None:
+        """For `SwarmClient.connect(on_event=...)`."""
+        if event.stage in (Stage.TRUSTED, Stage.REPAIRING):
+            self.note(event.text)
+        elif event.stage is not Stage.CONNECTED:
+            share = f" {event.done / event.total:.0%}" if event.total else ""
+            self._busy(event.text + share, breaks=event.stage is Stage.WAITING)
+
+    def write(self, text: str) -> None:
+        """A piece of the answer."""
+        if text:
+            self._hide()
+            self._output.write(text)
+            self._output.flush()
+            self._mid_line = not text.endswith("\n")
+
+    def end_line(self) -> None:
+        """What comes next begins a line."""
+        if self._mid_line:
+            self._output.write("\n")
+            self._output.flush()
+            self._mid_line = False
+
+    def note(self, text: str, *, dim: bool = False) -> None:
+        """A line to stderr that stays."""
+        self._hide()
+        if self._console.is_terminal:
+            self.end_line()
+        self._console.print(text, style="dim" if dim else "", markup=False, soft_wrap=True)
+
+    def ask(self, prompt: str) -> None:
+        """Before something is typed."""
+        self._hide()
+        self._console.print(prompt, end="", markup=False)
+
+    def _busy(self, text: str, *, breaks: bool) -> None:
+        """Something takes its time; in the middle of an answer's line only if it `breaks` that."""
+        if not self._console.is_terminal:
+            if self._clock() >= self._quiet_until:
+                self._quiet_until = self._clock() + _EVERY_S
+                self._console.print(text, markup=False, soft_wrap=True)
+            return
+        if self._mid_line and not breaks:
+            return
+        self.end_line()
+        if self._status is None:
+            self._status = self._console.status(escape(text))
+            self._status.start()
+        else:
+            self._status.update(escape(text))
+
+    def _hide(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+def describe(reply: Reply) -> str:
+    """One line about an answer: how fast, over whom, and why it ended if that is not plain."""
+    metrics = reply.metrics
+    cached = f", {metrics.reused_tokens} of them cached" if metrics.reused_tokens else ""
+    parts = [
+        f"{metrics.new_tokens} tokens at {metrics.tokens_per_second:.1f} tokens/s",
+        f"the first after {metrics.ttft_s:.2f} s",
+        f"{metrics.prompt_tokens} tokens of prompt{cached}",
+        metrics.route,
+    ]
+    if metrics.repairs:
+        parts.append(f"{metrics.repairs} {'repair' if metrics.repairs == 1 else 'repairs'}")
+    if reply.finish_reason is FinishReason.CONTEXT:
+        parts.append("ended because the context is full")
+    if reply.finish_reason is FinishReason.LENGTH:
+        parts.append("ended by --max-new-tokens")
+    return "; ".join(part for part in parts if part)

@@ -1,0 +1,1 @@
+"""The experiments behind the numbers in the documentation: `python -m reproduction`."""

@@ -1,0 +1,51 @@
+"""`python -m reproduction` lists the experiments; `python -m reproduction NAME [--json FILE]` runs one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from rich.console import Console
+
+from reproduction.experiment import Report
+from swarm.errors import SwarmError
+
+# name -> what it compares; the module of the same name has `run(say) -> Report`
+EXPERIMENTS = {
+    "shard_parity": "the whole model as one composed span, with and without beam_idx, against openvino_genai",
+    "shard_stages": "1, 2, 3 and 4 spans chained in one process against the unsplit graph",
+    "hop_overhead": "one stream over two real peers against the same two graphs chained in one process",
+    "breakdown": "where a token's time goes, hop by hop",
+    "memory": "resident memory of a peer against the bytes of its span",
+    "startup": "cold and warm join to announced; generate from process start to first token",
+    "precision": "accuracy against performance mode: speed, and how often greedy text differs",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m reproduction", description=__doc__)
+    parser.add_argument("experiment", nargs="?", choices=[*EXPERIMENTS], metavar="NAME")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    options = parser.parse_args()
+    console, progress = Console(), Console(stderr=True)
+    if options.experiment is None:
+        for name, text in EXPERIMENTS.items():
+            console.print(f"{name:14} {text}", highlight=False)
+        return 0
+    try:
+        report: Report = import_module(f"reproduction.{options.experiment}").run(
+            lambda text: progress.print(text, style="dim", highlight=False)
+        )
+    except SwarmError as error:
+        progress.print(f"error: {error}", style="red", highlight=False)
+        return error.exit_code
+    report.show(console)
+    if options.json is not None:
+        options.json.write_text(report.to_json() + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""What an experiment gives: rows to print beside the published figures, and ratios within the run."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROUNDS = 5
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One configuration's median. `published` is the paper's figure (arXiv 2608.19147), on its hardware."""
+
+    configuration: str
+    value: float
+    unit: str
+    published: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """`goals` holds, for the ratios that have one, what is to be reached: (comparison, number)."""
+
+    experiment: str
+    machine: Mapping[str, Any]
+    rows: Sequence[Row]
+    ratios: Mapping[str, float]
+    goals: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    def to_json(self) -> str:
+        plain = {
+            "experiment": self.experiment,
+            "machine": dict(self.machine),
+            "rows": [asdict(row) for row in self.rows],
+            "ratios": dict(self.ratios),
+        }
+        return json.dumps(plain, indent=2)
+
+    def show(self, console: Console) -> None:
+        table = Table(title=self.experiment, title_justify="left")
+        table.add_column("configuration")
+        table.add_column("measured", justify="right")
+        table.add_column("unit")
+        table.add_column("published", justify="right")
+        for row in self.rows:
+            published = "" if row.published is None else f"{row.published:g}"
+            table.add_row(row.configuration, f"{row.value:.4g}", row.unit, published)
+        console.print(table)
+        for name, ratio in self.ratios.items():
+            compare, goal = self.goals.get(name, ("", 0.0))
+            reached = {"": True, ">=": ratio >= goal, "<=": ratio <= goal}[compare]
+            verdict = f"  (goal {compare} {goal:g}: {'reached' if reached else 'NOT reached'})" if compare else ""
+            console.print(f"{name} = {ratio:.3f}{verdict}", highlight=False)
+        for note in self.notes:
+            console.print(note, style="dim", highlight=False)
+
+
+def interleaved(
+    configurations: Mapping[str, Callable[[], float]], say: Say, rounds: int = ROUNDS
+) -> dict[str, list[float]]:
+    """Measure every configuration once a round, in turn, so that a drift of the machine meets all alike.
+
+    The order is reversed every other round. One round before, not counted, warms everything up.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in configurations}
+    for round_ in range(rounds + 1):
+        names = list(configurations)
+        for name in names if round_ % 2 else reversed(names):
+            value = configurations[name]()
+            if round_:
+                samples[name].append(value)
+            say(f"round {round_} of {rounds}: {name} {value:.4g}")
+    return samples
+
+
+def median_ratio(samples: Mapping[str, Sequence[float]], above: str, below: str) -> float:
+    """The median over the rounds of one configuration's value by another's of the same round."""
+    return statistics.median(a / b for a, b in zip(samples[above], samples[below], strict=True))
+
+
+def medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in samples.items()}

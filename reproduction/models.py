@@ -1,0 +1,44 @@
+"""The models that experiments run on: SmolLM2-135M-Instruct, unsplit and as a package, in the user's cache."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from export.package import export_package
+from reproduction.experiment import Say
+from swarm.demomodel import SHA256, fetch_demo_model
+from swarm.folders import cache_folder
+from swarm.manifest import MANIFEST, Manifest, load_manifest
+
+_CONVERT = "import sys, openvino_genai; openvino_genai.LLMPipeline(sys.argv[1], 'CPU', enable_save_ov_model=True)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """One model in both forms."""
+
+    ir: Path
+    package: Path
+    manifest: Manifest
+
+
+def smollm2(say: Say) -> Model:
+    """SmolLM2-135M-Instruct with the GGUF file's own 4-bit weights; made once, then found in the cache."""
+    folder = cache_folder() / "reproduction" / SHA256[:12]
+    ir, package = folder / "ir", folder / "package"
+    gguf = fetch_demo_model(cache_folder())
+    if not (ir / "openvino_model.xml").exists():
+        say("converting the demo model (once)")
+        ir.mkdir(parents=True, exist_ok=True)
+        link = ir / "model.gguf"
+        link.unlink(missing_ok=True)
+        link.symlink_to(gguf.resolve())
+        # the pipeline writes its IR beside the file that it was given; in a child, its memory goes with it
+        subprocess.run([sys.executable, "-P", "-c", _CONVERT, str(link)], check=True, capture_output=True)
+    if not (package / MANIFEST).exists():
+        say("exporting the model package (once)")
+        export_package(gguf, package)
+    return Model(ir=ir, package=package, manifest=load_manifest(package))

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from client.config import GenerationConfig
+from swarm.errors import BadStep, ContextExceeded
+from tests.client.scripted import toy_text
+from tests.client.test_pipeline import at_step, failing
+from tests.client.world import ToyTokenizer, World, run
+
+SHORT = GenerationConfig(max_new_tokens=6)
+
+
+def test_a_turn_sends_only_what_is_new() -> None:
+    async def test(world: World) -> None:
+        await world.three()
+        client = world.client()
+        async with client.session(SHORT) as chat:
+            first = await chat.send("Hello")
+            before = list(chat.messages)
+            second = await chat.send("Again")
+            asked = client.encode([*before, {"role": "user", "content": "Again"}])
+            assert list(second.token_ids) == toy_text(asked, 6)
+            # the last token of an answer is not computed before the next turn
+            assert second.metrics.reused_tokens == first.metrics.prompt_tokens + 5
+            assert sum(len(f.tokens) for f in world.swarm.peers["c"].steps) == len(asked) + 5
+            assert [m["role"] for m in chat.messages] == ["user", "assistant", "user", "assistant"]
+            assert "→" in chat.route
+        assert world.swarm.open_sessions == 0
+
+    run(test)
+
+
+def test_reset_forgets_the_conversation_but_not_the_system_prompt() -> None:
+    async def test(world: World) -> None:
+        await world.three()
+        client = world.client()
+        async with client.session(SHORT, system="Be brief") as chat:
+            first = await chat.send("Hello")
+            chat.reset()
+            assert chat.messages == ({"role": "system", "content": "Be brief"},)
+            assert (await chat.send("Hello")).token_ids == first.token_ids
+
+    run(test)
+
+
+def test_a_conversation_survives_a_peer_between_two_turns() -> None:
+    async def test(world: World) -> None:
+        await world.three()
+        client = world.client()
+        async with client.session(SHORT) as chat:
+            await chat.send("Hello")
+            world.swarm.peers["b"].die()
+            before = list(chat.messages)
+            reply = await chat.send("Again")
+            asked = client.encode([*before, {"role": "user", "content": "Again"}])
+            assert list(reply.token_ids) == toy_text(asked, 6)
+
+    run(test)
+
+
+def test_an_answer_that_is_broken_off_stays_as_far_as_it_came() -> None:
+    async def test(world: World) -> None:
+        await world.three()
+        async with world.client().session(SHORT) as chat:
+            async with aclosing(chat.stream("Hello")) as pieces:
+                text = (await anext(pieces)).text + (await anext(pieces)).text
+            assert chat.messages[-1] == {"role": "assistant", "content": text}
+            before = list(chat.messages)
+            reply = await chat.send("Go on")
+            asked = world.client().encode([*before, {"role": "user", "content": "Go on"}])
+            assert list(reply.token_ids) == toy_text(asked, 6)
+
+    run(test)
+
+
+def test_a_cancelled_answer_stays_too() -> None:
+    async def test(world: World) -> None:
+        await world.three()
+        async with world.client().session(SHORT) as chat:
+            sending = asyncio.create_task(chat.send("Hello"))
+            world.swarm.peers["b"].on_step = at_step(4, sending.cancel)
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+            assert chat.messages[-1]["role"] == "assistant"
+            assert len(chat.messages[-1]["content"]) >= 1
+            assert (await chat.send("Again")).text
+
+    run(test)
+
+
+def test_a_turn_that_fails_can_be_tried_again() -> None:
+    async def test(world: World) -> None:
+        await world.three()
+        async with world.client().session(SHORT) as chat:
+            world.swarm.peers["b"].on_step = at_step(3, failing(BadStep("no")))
+            with pytest.raises(BadStep):
+                await chat.send("Hello")
+            assert chat.messages == ()
+            reply = await chat.send("Hello")
+            assert list(reply.token_ids) == toy_text(ToyTokenizer().chat([{"role": "user", "content": "Hello"}]), 6)
+
+    run(test)
+
+
+def test_a_full_context_says_so() -> None:
+    async def test(world: World) -> None:
+        await world.three()
+        async with world.client().session(SHORT, max_tokens=20) as chat:
+            reply = await chat.send("0123456789")
+            assert len(reply.token_ids) == 6
+            with pytest.raises(ContextExceeded, match="room for 20"):
+                await chat.send("0123456789")
+            chat.reset()
+            assert (await chat.send("0123456789")).text == reply.text
+
+    run(test)

@@ -1,0 +1,40 @@
+"""The commands up to where a swarm is needed; what they do on one is tested with real peers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+HERE = ("--initial-peer", "127.0.0.1:9")
+
+
+def swarm(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "swarm", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("generate", "toy", "Hi", "--initial-peer", " 10.0.0.7:1"), 2, "' 10.0.0.7:1' is not an address"),
+        (("generate", "toy", "Hi", "--initial-peer", "10.0.0.7:0"), 2, "port 0"),
+        (("generate", "toy", "Hi", *HERE, "--temperature", "-1"), 2, "temperature is -1.0"),
+        (("generate", "toy", "Hi", *HERE, "--top-p", "2"), 2, "top_p is 2.0"),
+        (("generate", "toy", "Hi", *HERE, "--stop", ""), 2, "stop_strings"),
+        (("generate", "toy", "Hi", *HERE, "--raw", "--system", "x"), 2, "--system belongs to a chat template"),
+        (("generate", "toy", "Hi", *HERE, "--numerics", "a/b/c"), 2, "is no numerics"),
+        (("generate", "toy", "Hi", *HERE), 7, "127.0.0.1:9"),
+        (("chat", "toy", *HERE), 7, "127.0.0.1:9"),
+        (("chat", "./no-such-package", *HERE), 4, "no-such-package is not a model package"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_an_exit_code(words: tuple[str, ...], code: int, said: str) -> None:
+    done = swarm(*words)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert said in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from client.circuit import Answer
+from client.metrics import Meter, Metrics
+from swarm.wire.messages import Forward, HopTrace, Output
+
+HOPS = [("a" * 32, "a", "0:3"), ("b" * 32, "b", "3:6")]
+
+
+def answer(sent_at: float, *, tokens: int = 1, rows: int = 1, offsets: tuple[float, float] = (0.0, 0.0)) -> Answer:
+    """A step of 10 ms: 1 on the way to each hop and back, 3 and 4 there. `offsets` are the hops' clocks' errors."""
+    traces = []
+    for (peer, _, _), start, stay, offset in zip(HOPS, (0.001, 0.005), (0.003, 0.004), offsets, strict=True):
+        traces.append(
+            HopTrace(
+                peer=peer,
+                queue_s=0.0005,
+                compute_s=stay - 0.001,
+                codec_s=0.00025,
+                received_at=sent_at + start + offset,
+                sent_at=sent_at + start + stay + offset,
+            )
+        )
+    forward = Forward(session="0" * 8, epoch=1, step=0, start=0, rows=rows, tokens=np.zeros(tokens, np.int32))
+    output = Output(session="0" * 8, epoch=1, step=0, ids=np.zeros(rows, np.int32), trace=tuple(traces))
+    return Answer(forward=forward, output=output, sent_at=sent_at, received_at=sent_at + 0.010)
+
+
+def measured(offsets: tuple[float, float] = (0.0, 0.0)) -> Metrics:
+    now = [100.0]
+    meter = Meter(lambda: now[0])
+    meter.step(answer(100.5, tokens=8, rows=0, offsets=offsets))
+    meter.step(answer(100.6, tokens=8, rows=1, offsets=offsets))
+    for place in range(10):
+        meter.step(answer(100.612 + 0.012 * place, offsets=offsets))
+    return meter.metrics(prompt_tokens=16, reused_tokens=3, repairs=0, route="a → b", hops=HOPS)
+
+
+def test_a_tokens_time_is_the_sum_of_its_parts() -> None:
+    metrics = measured()
+    assert metrics.ttft_s == pytest.approx(0.61)
+    assert metrics.new_tokens == 11
+    assert metrics.token_s == pytest.approx(0.012)
+    assert metrics.tokens_per_second == pytest.approx(1 / 0.012)
+    assert metrics.client_s == pytest.approx(0.002)
+    assert metrics.return_s == pytest.approx(0.001)
+    a, b = metrics.hops
+    assert (a.network_s, a.queue_s, a.compute_s, a.codec_s, a.other_s) == pytest.approx(
+        (0.001, 0.0005, 0.002, 0.00025, 0.00025)
+    )
+    assert (b.network_s, b.compute_s, b.other_s) == pytest.approx((0.001, 0.003, 0.00025))
+
+
+@pytest.mark.parametrize("offsets", [(5000.0, -3.0), (-0.5, 0.5), (1e6, 1e6)])
+def test_clocks_that_differ_share_the_way_out_evenly(offsets: tuple[float, float]) -> None:
+    metrics = measured(offsets)
+    ways = [*(hop.network_s for hop in metrics.hops), metrics.return_s]
+    assert ways == pytest.approx([0.001] * 3, abs=1e-6)
+
+
+def test_steps_over_an_earlier_route_are_left_out() -> None:
+    meter = Meter(lambda: 0.0)
+    for place in range(4):
+        meter.step(answer(1.0 + place))
+    other = [("c" * 32, "c", "0:6")]
+    metrics = meter.metrics(prompt_tokens=1, reused_tokens=0, repairs=1, route="c", hops=other)
+    assert metrics.token_s == 0.0
+    assert metrics.hops[0].compute_s == 0.0
+    assert metrics.tokens_per_second == pytest.approx(1.0)
+
+
+def test_a_single_token_has_no_rate() -> None:
+    meter = Meter(lambda: 0.0)
+    meter.step(answer(1.0))
+    metrics = meter.metrics(prompt_tokens=1, reused_tokens=0, repairs=0, route="", hops=[])
+    assert (metrics.tokens_per_second, metrics.new_tokens, metrics.hops) == (0.0, 1, ())
