@@ -30,6 +30,9 @@ Listen = Annotated[
     str | None,
     typer.Option(metavar="HOST:PORT", help="Where to listen; otherwise 0.0.0.0:31337, or the next free port."),
 ]
+DhtPort = Annotated[
+    int | None, typer.Option(metavar="PORT", help="Where its DHT node listens; otherwise the listening port + 1000.")
+]
 IdentityFile = Annotated[
     Path | None, typer.Option(help="This peer's key; made if it is not there. Otherwise one of this user's.")
 ]
@@ -48,6 +51,7 @@ def join(
     layers: Annotated[str, typer.Option(metavar="A:B|auto", help="Which layers to serve.")] = "auto",
     initial_peer: InitialPeers = None,
     listen: Listen = None,
+    dht_port: DhtPort = None,
     device: Annotated[str, typer.Option(help="An OpenVINO device.")] = "CPU",
     precision: Annotated[
         str, typer.Option(help="accuracy (f32: the unsplit model's tokens) or performance (the device's default).")
@@ -74,6 +78,7 @@ def join(
         layers=None if layers == "auto" else LayerRange.parse(layers),
         initial_peers=_addresses(initial_peer),
         listen=_listen(listen),
+        dht_port=dht_port,
         device=device,
         precision=precision,
         max_memory=None if max_memory is None else parse_bytes(max_memory),
@@ -90,6 +95,7 @@ def join(
 
 def bootstrap(
     listen: Listen = None,
+    dht_port: DhtPort = None,
     initial_peer: InitialPeers = None,
     identity: IdentityFile = None,
     name: Name = "",
@@ -102,6 +108,7 @@ def bootstrap(
         package=None,
         initial_peers=_addresses(initial_peer),
         listen=_listen(listen),
+        dht_port=dht_port,
         identity=identity,
         name=name,
         cache_dir=cache_folder(),

@@ -64,7 +64,8 @@ class JoinConfig:
     `package` is a directory, or the name or digest of a model that the swarm serves. `layers` None
     chooses a span. `listen` None takes the default port or the next free one. `wait_s` bounds how long
     unreachable initial peers are tried again; None keeps trying. `grace_s` is how long a leaving peer
-    waits for its sessions to move on.
+    waits for its sessions to move on. `dht_port` is where its DHT node listens: 0 any, None the listening port
+    plus 1000 where that is free.
 
     >>> JoinConfig(package="smollm2", initial_peers=(Address.parse("10.0.0.7:31337"),)).device
     'CPU'
@@ -74,6 +75,7 @@ class JoinConfig:
     layers: LayerRange | None = None
     initial_peers: tuple[Address, ...] = ()
     listen: Address | None = None
+    dht_port: int | None = None
     device: str = "CPU"
     precision: str = "accuracy"
     max_memory: int | None = None
@@ -94,6 +96,8 @@ class JoinConfig:
             raise ConfigError(f"kv_tokens is {self.kv_tokens!r}; it must be at least 1 token")
         if self.threads < 0:
             raise ConfigError(f"threads is {self.threads!r}; 0 leaves the choice to OpenVINO")
+        if self.dht_port is not None and not 0 <= self.dht_port < 65536:
+            raise ConfigError(f"dht_port is {self.dht_port!r}; it must be a port, or 0 for any")
         if self.wait_s is not None and self.wait_s < 0:
             raise ConfigError(f"wait is {self.wait_s!r}; it must be a number of seconds")
         if self.grace_s < 0:

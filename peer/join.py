@@ -29,7 +29,7 @@ from peer.announce import Announcer
 from peer.config import JoinConfig
 from peer.desk import Desk
 from peer.offer import Offer
-from peer.places import advertised_addresses, advertised_hosts, listening_places
+from peer.places import advertised_addresses, advertised_hosts, directory_port, listening_places
 from peer.report import Report
 from peer.selftest import self_test
 from peer.server import PeerServer
@@ -187,9 +187,12 @@ class Peer:
     async def _open_dht(self, stack: contextlib.AsyncExitStack, seeds: tuple[str, ...]) -> HivemindDirectory:
         # hivemind brings torch: seconds of import that the self-test's process uses meanwhile
         dht = await asyncio.to_thread(importlib.import_module, "swarm.dht")
+        port = self._config.dht_port
+        if port is None:
+            port = directory_port(self._host, self._server.port)
         directory: HivemindDirectory = await dht.HivemindDirectory.start(
             host=self._host,
-            port=0,
+            port=port,
             announce_hosts=advertised_hosts(self._host),
             initial=seeds,
             patience_s=math.inf if self._config.wait_s is None else self._config.wait_s,

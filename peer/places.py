@@ -13,6 +13,7 @@ from swarm.address import Address
 
 ANY = Address("0.0.0.0", DEFAULT_PORT)
 _TRIED_PORTS = 64
+_TO_DIRECTORY = 1000
 _MOST_HOSTS = 15  # a record has room for 16 addresses
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # reserved for documentation
 
@@ -39,6 +40,20 @@ def advertised_hosts(bound: str) -> list[str]:
 def advertised_addresses(bound: str, port: int) -> list[str]:
     """`advertised_hosts` as HOST:PORT."""
     return [Address(host, port).place for host in advertised_hosts(bound)]
+
+
+def directory_port(host: str, port: int) -> int:
+    """Where the DHT node of a peer at HOST:PORT listens unless told otherwise: a port that a firewall's rule can
+    name. 0, which is any, where that one is taken."""
+    beside = port + _TO_DIRECTORY
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, beside))
+        except (OSError, OverflowError):
+            return 0
+    return beside
 
 
 def _interface_addresses(family: socket.AddressFamily) -> Iterator[str]:

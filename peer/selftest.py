@@ -63,7 +63,7 @@ async def self_test(
     # This very package, wherever the user stands: not a `peer.py` of theirs.
     command = [sys.executable, "-P", "-m", "peer.selftest", str(package), str(span)]
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
-    command += ["--device", device, "--precision", precision, "--threads", str(threads)]
+    command += ["--parent", str(os.getpid()), "--device", device, "--precision", precision, "--threads", str(threads)]
     command += ["--cache-dir", str(cache_dir)] if cache_dir else []
     # A session of its own: Ctrl-C in a terminal is the peer's to handle.
     child = await asyncio.create_subprocess_exec(
@@ -178,11 +178,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m peer.selftest")
     parser.add_argument("package", type=Path)
     parser.add_argument("span", type=LayerRange.parse)
+    parser.add_argument("--parent", type=int)
     parser.add_argument("--device", default="CPU")
     parser.add_argument("--precision", default="accuracy")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--cache-dir", type=Path)
     given = parser.parse_args(arguments)
+    if given.parent is not None:
+        _die_with(given.parent)
     try:
         manifest = load_manifest(given.package)
         engine = open_engine(
@@ -202,12 +205,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> None:
     """Linux ends this process when the peer that started it is gone, however that ended."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended while this process was still importing
+        sys.exit(128 + signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    _die_with_parent()
     sys.exit(main())

@@ -75,8 +75,8 @@ class Engine(Protocol):
         """Run at most one step of each session; results in the order of `steps`, the caller's to keep.
 
         A step that is wrong (BadStep, UnknownSession, ContextExceeded) leaves its session as it was
-        and the others undisturbed: its place in the list holds the error. Raises EngineError where
-        the device itself failed.
+        and the others undisturbed: its place in the list holds the error. Where the device failed in a step,
+        that session is closed and its place holds an EngineError; raises it only if every step failed so.
         """
 
     def length(self, session: str) -> int:

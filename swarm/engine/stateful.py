@@ -23,6 +23,7 @@ from swarm.spans import LayerRange
 
 # A kept request starts the next session some ms faster, and keeps the memory of the last one.
 _SPARE_REQUESTS = 1
+_WARM_UP_TOKENS = 32
 
 
 @dataclass(slots=True)
@@ -103,16 +104,23 @@ class StatefulEngine:
         return results
 
     def warm_up(self) -> None:
-        """Run one token of a session of its own: the plugin packs its weights at the first inference."""
+        """Run a short prompt and one token in a session of its own.
+
+        At the first inference of several tokens, and at the first of one, the plugin packs its weights (on
+        SmolLM2 in two layouts). Done here, no user waits for it, and the file's pages can go afterwards.
+        """
         session = "\0warm-up"
-        hidden = None if self._takes_tokens else np.zeros((1, self._hidden_size), np.float32)
-        self.open(session, 1)
+        count = min(_WARM_UP_TOKENS, self._context - 1)
+        self.open(session, count + 1)
         try:
-            (result,) = self.forward([Step(session=session, start=0, tokens=np.zeros(1, np.int32), hidden=hidden)])
+            for start, n in ((0, count), (count, 1)):
+                hidden = None if self._takes_tokens else np.zeros((n, self._hidden_size), np.float32)
+                step = Step(session=session, start=start, tokens=np.zeros(n, np.int32), hidden=hidden)
+                (result,) = self.forward([step])
+                if isinstance(result, SwarmError):
+                    raise result
         finally:
             self.close(session)
-        if isinstance(result, SwarmError):
-            raise result
 
     def _step(self, step: Step) -> NDArray[np.float32]:
         session = self._session(step.session)

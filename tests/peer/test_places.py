@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from peer.places import advertised_addresses, advertised_hosts, listening_places
+from peer.places import advertised_addresses, advertised_hosts, directory_port, listening_places
 from swarm.address import Address
 
 
@@ -49,3 +49,16 @@ def test_all_interfaces_that_are_up_are_advertised_and_loopback_last() -> None:
 def test_the_way_to_the_world_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peer.places._towards_elsewhere", lambda family: iter(["10.9.9.9"]))
     assert advertised_hosts("0.0.0.0") == ["10.9.9.9", "10.1.2.3", "127.0.0.1"]
+
+
+def test_the_dht_listens_beside_the_peer_unless_that_port_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert directory_port("127.0.0.1", port - 1000) == 0
+    assert directory_port("127.0.0.1", port - 1000) == port
+
+
+def test_a_port_near_the_last_leaves_the_dht_any() -> None:
+    assert directory_port("127.0.0.1", 65_000) == 0

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ import pytest
 from peer.selftest import SelfTest, main, read_outcome, self_test
 from swarm.errors import EngineError, PackageError
 from swarm.spans import LayerRange
+from tests.conftest import ROOT
 
 SPAN = LayerRange(1, 3)
 
@@ -109,6 +111,12 @@ def test_a_cancelled_self_test_leaves_no_child(sleeper: Path) -> None:
 
     asyncio.run(cancel())
     assert_gone(sleeper)
+
+
+def test_a_child_whose_peer_was_gone_before_it_began_does_nothing() -> None:
+    command = [sys.executable, "-m", "peer.selftest", "nowhere", "1:3", "--parent", "0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGKILL, "", "")
 
 
 def test_a_child_that_dies_of_a_signal_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
