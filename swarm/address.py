@@ -41,7 +41,7 @@ class Address:
             raise _wrong(text, "the port is missing")
         if not bare or not (_HOST.fullmatch(bare) or (bare != host and _V6.fullmatch(bare))):
             raise _wrong(text, f"{host!r} is not a host name or IP address")
-        if not port_text.isascii() or not port_text.isdigit() or not 0 <= int(port_text[:6]) <= 65535:
+        if not (port_text.isascii() and port_text.isdigit() and len(port_text) <= 5 and int(port_text) <= 65535):
             raise _wrong(text, f"{port_text!r} is not a port from 1 to 65535")
         if int(port_text) == 0 and not any_port:
             raise _wrong(text, "port 0 is no address that others can reach")

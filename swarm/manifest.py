@@ -32,6 +32,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 MAX_MANIFEST_BYTES = 4 << 20
 MAX_LAYERS = 4096
+MAX_NAME = 200
 EMBED, HEAD, TOKENIZER = "embed", "head", "tokenizer"
 _CHUNK = 1 << 20
 
@@ -104,11 +105,15 @@ class Manifest:
             raise PackageError(f"manifest has format {self.format!r}; this version reads format {FORMAT}")
         if not 0 < len(self.layers) <= MAX_LAYERS:
             raise PackageError(f"manifest lists {len(self.layers)} layers; 1 to {MAX_LAYERS} are possible")
+        for name in _TEXTS:
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value.isprintable() or len(value) > MAX_NAME:
+                raise PackageError(f"manifest: {name} is {value!r}"[:100])
         for name in ("hidden_size", "vocab_size", "context_length"):
             value = getattr(self, name)
             if not isinstance(value, int) or not 0 < value <= 1 << 31:
                 raise PackageError(f"manifest: {name} is {value!r}")
-        if list(self.grid) != sorted(set(self.grid)) or self.grid[0] != 0 or self.grid[-1] != len(self.layers):
+        if list(self.grid) != sorted(set(self.grid)) or (self.grid[:1], self.grid[-1:]) != ((0,), (len(self.layers),)):
             raise PackageError(f"manifest: grid {self.grid} does not ascend from 0 to {len(self.layers)}")
         missing = {EMBED, HEAD, TOKENIZER, *map(layer_part, range(len(self.layers)))} - set(self.parts)
         if missing:
@@ -144,7 +149,7 @@ class Manifest:
                 grid=tuple(int(i) for i in plain["grid"]),
                 parts={k: tuple(FileEntry(**f) for f in v) for k, v in plain["parts"].items()},
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise PackageError(f"manifest cannot be read: {type(error).__name__} {error}") from error
 
     def files(self, parts: Iterable[str]) -> list[FileEntry]:

@@ -18,6 +18,7 @@ from swarm.directory import MODELS_TOPIC, Notice
 from swarm.engine.base import Numerics
 from swarm.errors import DirectoryError, SwarmError
 from swarm.identity import Identity
+from swarm.manifest import MAX_LAYERS
 from swarm.spans import LayerRange
 
 SERVING, LEAVING = "serving", "leaving"
@@ -181,7 +182,7 @@ class ModelRecord:
             source=read.text("source"),
             licence=read.text("licence"),
             weights=read.text("weights"),
-            layers=read.integer("layers"),
+            layers=read.integer("layers", 1, MAX_LAYERS),
             layer_bytes=read.integer("layer_bytes"),
             kv_layer_elements=read.integer("kv_layer_elements"),
             expires_at=read.number("expires_at"),
@@ -226,6 +227,12 @@ def _unpack(body: bytes) -> Mapping[str, Any]:
     return plain
 
 
+def _wrong(name: str, value: Any) -> DirectoryError:
+    # the depth of a container is its author's choice, and repr() recurses
+    shown = f"a {type(value).__name__}" if isinstance(value, (list, dict)) else repr(value)[:100]
+    return DirectoryError(f"record: {name} is {shown}")
+
+
 class _Reader:
     """Fields of an untrusted map, each checked for its type and size."""
 
@@ -235,7 +242,7 @@ class _Reader:
     def _get(self, name: str, kind: type | tuple[type, ...]) -> Any:
         value = self._plain.get(name)
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise DirectoryError(f"record: {name} is {value!r}"[:200])
+            raise _wrong(name, value)
         return value
 
     def text(self, name: str) -> str:
@@ -244,9 +251,9 @@ class _Reader:
             raise DirectoryError(f"record: {name} is {value[:60]!r}")
         return value
 
-    def integer(self, name: str) -> int:
+    def integer(self, name: str, least: int = 0, most: int = (1 << 63) - 1) -> int:
         value: int = self._get(name, int)
-        if not 0 <= value < 1 << 63:
+        if not least <= value <= most:
             raise DirectoryError(f"record: {name} is {value!r}")
         return value
 
@@ -259,13 +266,13 @@ class _Reader:
     def texts(self, name: str, most: int) -> list[str]:
         values = self._get(name, list)
         if len(values) > most or not all(isinstance(v, str) and len(v) <= MAX_TEXT for v in values):
-            raise DirectoryError(f"record: {name} is {values!r}"[:200])
+            raise _wrong(name, values)
         return list(values)
 
     def integers(self, name: str, most: int) -> list[int]:
         values = self._get(name, list)
         if len(values) > most or not all(isinstance(v, int) and 0 <= v < 1 << 31 for v in values):
-            raise DirectoryError(f"record: {name} is {values!r}"[:200])
+            raise _wrong(name, values)
         return list(values)
 
     def links(self, name: str) -> dict[str, Link]:
@@ -277,6 +284,6 @@ class _Reader:
                 and len(pair) == 2
                 and all(isinstance(x, (int, float)) and not math.isnan(x) for x in pair)
             ):
-                raise DirectoryError(f"record: {name} has the entry {peer!r}: {pair!r}"[:200])
+                raise DirectoryError(f"record: {name} has a wrong entry for {peer!r}"[:200])
             links[peer] = Link(rtt_s=float(pair[0]) if pair[0] >= 0 else math.inf, bytes_per_s=max(0.0, float(pair[1])))
         return links

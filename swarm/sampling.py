@@ -82,7 +82,10 @@ def choose(
 
 def probabilities(scores: NDArray[np.float32], sampling: Sampling) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
     """The distribution after temperature, top-k, top-p and min-p: ids, likeliest first, and their shares."""
-    scaled = scores.astype(np.float64) / sampling.temperature
+    wide = scores.astype(np.float64)
+    with np.errstate(over="ignore"):
+        # from the largest down: a temperature near 0 makes the others -inf, and nothing NaN
+        scaled = (wide - wide.max()) / sampling.temperature
     keep = len(scaled)
     if 0 < sampling.top_k < keep:
         # everything at least as likely as the k-th stays a candidate, then a stable order decides ties

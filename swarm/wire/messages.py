@@ -1,5 +1,8 @@
 """Every message that crosses a connection. Frozen; each checks its own fields.
 
+A message that is wrong raises LocalProtocolError where it is made: that is a bug of this program. `wire.codec`
+turns it into RemoteProtocolError where the message was read from a connection.
+
 A connection joins a *caller* (who connected: a client, or the peer of the hop before) and a *peer* (who
 listens). Sessions are opened by a client on every hop of its route; steps then run from hop to hop.
 
@@ -26,30 +29,47 @@ what is still under way from an earlier one is dropped where it arrives.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from swarm.errors import RemoteProtocolError
-from swarm.sampling import Sampling
+from swarm.errors import LocalProtocolError
+from swarm.sampling import MAX_LOGPROBS, Sampling
 
 PROTOCOL_VERSION = 1
 MAX_STEP_TOKENS = 2048
 MAX_STEP_ROWS = 512
+MAX_HOPS = 256
+MAX_DETAIL = 32
+MAX_DETAIL_VALUES = 1024
+GREEDY = Sampling()
+MAX_TEXT = 4096
 _NAME = re.compile(r"[0-9a-zA-Z_.:/#\[\]-]{0,300}")
+_SESSION = re.compile(r"[0-9a-zA-Z_.-]{8,64}")
 
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
+Hidden = NDArray[np.float32]
+"""On the wire in the `dtype` of its message."""
+Bulk = bytes
+"""Travels as payload, not in the header. Whoever sends may give any buffer of bytes."""
+Scalar = int | float | str
+Detail = Scalar | Sequence[Scalar]
 
 
 def check(ok: bool, message: object, name: str) -> None:
     if not ok:
         value = repr(getattr(message, name))[:80]
-        raise RemoteProtocolError(f"{type(message).__name__}: {name} is {value}")
+        raise LocalProtocolError(f"{type(message).__name__}: {name} is {value}")
+
+
+def is_array(value: object, dtype: type[np.generic], ndim: int) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == ndim
 
 
 class Message:
@@ -65,7 +85,7 @@ class Message:
     def _numbers(self, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
-            check(isinstance(value, (int, float)) and not isinstance(value, bool) and value == value, self, name)
+            check(isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value), self, name)
 
     def _names(self, *names: str) -> None:
         for name in names:
@@ -75,7 +95,11 @@ class Message:
     def _texts(self, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
-            check(isinstance(value, str) and len(value) <= 4096, self, name)
+            check(isinstance(value, str) and len(value) <= MAX_TEXT, self, name)
+
+    def _session(self) -> None:
+        session = getattr(self, "session", None)
+        check(isinstance(session, str) and _SESSION.fullmatch(session) is not None, self, "session")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +146,7 @@ class OpenSession(Message):
 
     def __post_init__(self) -> None:
         self._naturals("request", "epoch", "first", "last", "max_tokens")
-        check(isinstance(self.session, str) and 8 <= len(self.session) <= 64, self, "session")
-        self._names("session")
+        self._session()
         check(isinstance(self.secret, bytes) and 16 <= len(self.secret) <= 64, self, "secret")
         check(self.first < self.last, self, "last")
         check(self.dtype in ("f32", "f16", "bf16"), self, "dtype")
@@ -158,7 +181,8 @@ class Link(Message):
 
     def __post_init__(self) -> None:
         self._naturals("request", "epoch")
-        self._names("session", "peer_id")
+        self._session()
+        self._names("peer_id")
         check(isinstance(self.addresses, tuple) and len(self.addresses) <= 16, self, "addresses")
         for address in self.addresses:
             check(isinstance(address, str) and _NAME.fullmatch(address) is not None, self, "addresses")
@@ -186,7 +210,7 @@ class Attach(Message):
 
     def __post_init__(self) -> None:
         self._naturals("request", "epoch")
-        self._names("session")
+        self._session()
         check(isinstance(self.secret, bytes) and len(self.secret) <= 64, self, "secret")
 
 
@@ -211,30 +235,14 @@ class HopTrace:
     received_at: float
     sent_at: float
 
-    def to_plain(self) -> list[Any]:
-        return [self.peer, self.queue_s, self.compute_s, self.codec_s, self.received_at, self.sent_at]
-
-    @classmethod
-    def from_plain(cls, plain: Any) -> HopTrace:
-        if (
-            not isinstance(plain, list)
-            or len(plain) != 6
-            or not isinstance(plain[0], str)
-            or len(plain[0]) > 64
-            or not all(isinstance(x, float) and x == x for x in plain[1:])
-        ):
-            raise RemoteProtocolError(f"a hop's trace is {plain!r}"[:120])
-        return cls(
-            peer=plain[0],
-            queue_s=plain[1],
-            compute_s=plain[2],
-            codec_s=plain[3],
-            received_at=plain[4],
-            sent_at=plain[5],
-        )
+    def __post_init__(self) -> None:
+        check(isinstance(self.peer, str) and len(self.peer) <= 64, self, "peer")
+        for name in ("queue_s", "compute_s", "codec_s", "received_at", "sent_at"):
+            value = getattr(self, name)
+            check(isinstance(value, float) and math.isfinite(value), self, name)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Forward(Message):
     """Known tokens that are not computed yet, on their way through the hops.
 
@@ -251,25 +259,25 @@ class Forward(Message):
     start: int
     rows: int
     tokens: Ids
-    sampling: Sampling = field(default_factory=Sampling)
-    hidden: Floats | None = None
+    sampling: Sampling = GREEDY
+    hidden: Hidden | None = None
     dtype: str = "f32"
     trace: tuple[HopTrace, ...] = ()
 
     def __post_init__(self) -> None:
         self._naturals("epoch", "step", "start", "rows")
-        self._names("session")
-        check(self.tokens.ndim == 1 and 0 < len(self.tokens) <= MAX_STEP_TOKENS, self, "tokens")
-        check(self.tokens.dtype == np.int32, self, "tokens")
+        self._session()
+        check(is_array(self.tokens, np.int32, 1) and 0 < len(self.tokens) <= MAX_STEP_TOKENS, self, "tokens")
         check(self.rows <= min(len(self.tokens), MAX_STEP_ROWS), self, "rows")
         check(self.dtype in ("f32", "f16", "bf16"), self, "dtype")
         if self.hidden is not None:
-            check(self.hidden.ndim == 2 and len(self.hidden) == len(self.tokens), self, "hidden")
-            check(self.hidden.dtype == np.float32, self, "hidden")
-        check(len(self.trace) <= 256, self, "trace")
+            check(is_array(self.hidden, np.float32, 2) and len(self.hidden) == len(self.tokens), self, "hidden")
+            check(self.hidden.shape[1] > 0, self, "hidden")
+        check(isinstance(self.sampling, Sampling), self, "sampling")
+        check(len(self.trace) <= MAX_HOPS, self, "trace")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Output(Message):
     """The answer to a Forward, from the last hop; or a hop's hidden states for the client to relay.
 
@@ -286,19 +294,28 @@ class Output(Message):
     logprobs: Floats | None = None
     top_ids: Ids | None = None
     top_logprobs: Floats | None = None
-    hidden: Floats | None = None
+    hidden: Hidden | None = None
     dtype: str = "f32"
     trace: tuple[HopTrace, ...] = ()
 
     def __post_init__(self) -> None:
         self._naturals("epoch", "step")
-        self._names("session")
+        self._session()
+        check(is_array(self.ids, np.int32, 1) and len(self.ids) <= MAX_STEP_ROWS, self, "ids")
         rows = len(self.ids)
-        check(self.ids.ndim == 1 and self.ids.dtype == np.int32 and rows <= MAX_STEP_ROWS, self, "ids")
-        for name in ("logprobs", "top_ids", "top_logprobs"):
-            value = getattr(self, name)
-            check(value is None or len(value) == rows, self, name)
-        check(len(self.trace) <= 256, self, "trace")
+        if self.logprobs is not None:
+            check(is_array(self.logprobs, np.float32, 1) and len(self.logprobs) == rows, self, "logprobs")
+        if self.top_ids is not None:
+            check(is_array(self.top_ids, np.int32, 2) and len(self.top_ids) == rows, self, "top_ids")
+            check(self.top_ids.shape[1] <= MAX_LOGPROBS and self.top_logprobs is not None, self, "top_ids")
+        if self.top_logprobs is not None:
+            check(is_array(self.top_logprobs, np.float32, 2) and self.top_ids is not None, self, "top_logprobs")
+            check(self.top_ids is not None and self.top_logprobs.shape == self.top_ids.shape, self, "top_logprobs")
+        if self.hidden is not None:
+            check(is_array(self.hidden, np.float32, 2) and 0 < len(self.hidden) <= MAX_STEP_TOKENS, self, "hidden")
+            check(self.hidden.shape[1] > 0, self, "hidden")
+        check(self.dtype in ("f32", "f16", "bf16"), self, "dtype")
+        check(len(self.trace) <= MAX_HOPS, self, "trace")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +328,7 @@ class CloseSession(Message):
 
     def __post_init__(self) -> None:
         self._naturals("request")
-        self._names("session")
+        self._session()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,14 +358,21 @@ class Failure(Message):
     step: int = 0
     peer: str = ""
     retry_after: float = 0.0
-    detail: Mapping[str, Any] = field(default_factory=dict)
+    detail: Mapping[str, Detail] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._naturals("request", "epoch", "step")
         self._names("session", "peer", "code")
         self._texts("text")
         self._numbers("retry_after")
-        check(isinstance(self.detail, Mapping) and len(self.detail) <= 32, self, "detail")
+        check(isinstance(self.detail, Mapping) and len(self.detail) <= MAX_DETAIL, self, "detail")
+        for value in self.detail.values():
+            values = value if isinstance(value, (list, tuple)) else (value,)
+            check(
+                len(values) <= MAX_DETAIL_VALUES and all(isinstance(x, (int, float, str)) for x in values),
+                self,
+                "detail",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from swarm.wire.messages import Message, check
+from swarm.manifest import MAX_MANIFEST_BYTES
+from swarm.wire.messages import Bulk, Message, check
 
 MAX_FILE_PIECE = 4 << 20
 MAX_PING_PAYLOAD = 1 << 20
@@ -20,12 +21,16 @@ class Ping(Message):
     kind: ClassVar[str] = "ping"
     request: int
     session: str = ""
-    payload: bytes = b""
+    payload: Bulk = b""
 
     def __post_init__(self) -> None:
         self._naturals("request")
         self._names("session")
-        check(isinstance(self.payload, bytes) and len(self.payload) <= MAX_PING_PAYLOAD, self, "payload")
+        check(
+            isinstance(self.payload, (bytes, bytearray, memoryview)) and len(self.payload) <= MAX_PING_PAYLOAD,
+            self,
+            "payload",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +67,7 @@ class Topic(Message):
 
     kind: ClassVar[str] = "topic"
     request: int
-    notices: tuple[bytes, ...]
+    notices: tuple[Bulk, ...]
 
     def __post_init__(self) -> None:
         self._naturals("request")
@@ -110,11 +115,11 @@ class ManifestFile(Message):
 
     kind: ClassVar[str] = "manifest"
     request: int
-    raw: bytes
+    raw: Bulk
 
     def __post_init__(self) -> None:
         self._naturals("request")
-        check(isinstance(self.raw, bytes), self, "raw")
+        check(isinstance(self.raw, bytes) and len(self.raw) <= MAX_MANIFEST_BYTES, self, "raw")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +144,7 @@ class FilePiece(Message):
 
     kind: ClassVar[str] = "file"
     request: int
-    data: bytes
+    data: Bulk
 
     def __post_init__(self) -> None:
         self._naturals("request")

@@ -1,0 +1,90 @@
+"""Errors to Failure messages and back.
+
+What comes back is the error as the receiver must see it. Errors of the sender's own machine (its device,
+its files, its bugs) are `PeerFailed` here; its complaint about *our* bytes is our own bug.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from swarm import errors
+from swarm.errors import (
+    DirectoryError,
+    LocalProtocolError,
+    NotCovered,
+    PeerError,
+    PeerFailed,
+    ProtocolError,
+    RemoteProtocolError,
+    RouteError,
+    StepError,
+    SwarmError,
+)
+from swarm.wire.messages import MAX_DETAIL_VALUES, MAX_TEXT, Failure
+
+MAX_RETRY_AFTER_S = 3600.0
+
+
+def error_to_failure(
+    error: SwarmError, *, request: int = 0, session: str = "", epoch: int = 0, step: int = 0
+) -> Failure:
+    """What to send about `error`: for a request, a step, or (neither) the whole connection."""
+    missing = error.missing if isinstance(error, NotCovered) else ()
+    return Failure(
+        code=error.code,
+        text=str(error)[:MAX_TEXT],
+        request=request,
+        session=session,
+        epoch=epoch,
+        step=step,
+        peer=error.peer if isinstance(error, PeerError) else "",
+        retry_after=_bounded(error.retry_after) if isinstance(error, PeerError) else 0.0,
+        detail={"missing": [edge for pair in missing for edge in pair][:MAX_DETAIL_VALUES]} if missing else {},
+    )
+
+
+def failure_to_error(failure: Failure, sender: str) -> SwarmError:
+    """The error that `failure`, from the peer `sender`, means on this side."""
+    text = printable(failure.text)
+    peer = failure.peer or sender
+    if failure.code == RemoteProtocolError.code:
+        return LocalProtocolError(f"peer {sender[:8]} refused what it was sent: {text}")
+    if failure.code == ProtocolError.code:
+        return RemoteProtocolError(text)
+    kind = _CODES.get(failure.code)
+    if kind is None:
+        return PeerFailed(f"peer {peer[:8]} failed: {text}", peer=peer)
+    if issubclass(kind, PeerError):
+        return kind(text, peer=peer, retry_after=_bounded(failure.retry_after))
+    if issubclass(kind, NotCovered):
+        return kind(text, _pairs(failure))
+    return kind(text)
+
+
+def _bounded(seconds: float) -> float:
+    return min(max(seconds, 0.0), MAX_RETRY_AFTER_S)
+
+
+def printable(text: str) -> str:
+    """Text from elsewhere, without what would steer a terminal."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _pairs(failure: Failure) -> list[tuple[int, int]]:
+    edges = failure.detail.get("missing", ())
+    if not isinstance(edges, (list, tuple)):
+        return []
+    numbers = [edge for edge in edges if isinstance(edge, int)]
+    return [(first, last) for first, last in zip(numbers[::2], numbers[1::2], strict=False) if 0 <= first < last]
+
+
+def _tree(kind: type[SwarmError]) -> Iterator[type[SwarmError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield from _tree(child)
+
+
+_CODES = {kind.code: kind for base in (RouteError, StepError, DirectoryError, PeerError) for kind in _tree(base)}
+"""Errors that mean the same here as there. All others are the sender's own trouble."""

@@ -1,0 +1,113 @@
+"""Frames: 4 bytes header length, 4 bytes payload length (big-endian), the header, the payload.
+
+Lengths are checked before memory is taken. A payload is received into one buffer of its exact size, so its
+bytes are copied once, however they arrive, and tensors can be views of it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from swarm.errors import LocalProtocolError, RemoteProtocolError
+
+PREFIX = struct.Struct(">II")
+Buffer = bytes | bytearray | memoryview
+_EMPTY = memoryview(b"")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One frame as it arrived. `payload` is this frame's own memory, writable."""
+
+    header: memoryview
+    payload: memoryview
+
+
+class Framer:
+    """Cuts a stream of bytes into frames. `max_header` and `max_payload` (bytes) may change between frames."""
+
+    def __init__(self, *, max_header: int, max_payload: int) -> None:
+        self.max_header = max_header
+        self.max_payload = max_payload
+        self._begin()
+
+    @property
+    def between_frames(self) -> bool:
+        """Whether all that came in has been given out as frames."""
+        return not self._header_length and not self._filled
+
+    def feed(self, data: Buffer) -> Iterator[Frame]:
+        """Frames that `data` completes. Exhaust it before the next call.
+
+        Raises RemoteProtocolError where a length is over its limit; the framer is of no use afterwards.
+        """
+        rest = memoryview(data)
+        while self.between_frames and len(rest) >= PREFIX.size:
+            # most frames are small and arrive whole
+            header, payload = self._read_prefix(rest[: PREFIX.size])
+            begin = PREFIX.size + header
+            if len(rest) < begin + payload:
+                break
+            yield Frame(rest[PREFIX.size : begin], memoryview(bytearray(rest[begin : begin + payload])))
+            rest = rest[begin + payload :]
+        while True:
+            count = min(len(self._wanted) - self._filled, len(rest))
+            self._wanted[self._filled : self._filled + count] = rest[:count]
+            self._filled += count
+            rest = rest[count:]
+            if self._filled < len(self._wanted):
+                return
+            frame = self._advance()
+            if frame is not None:
+                yield frame
+
+    def _begin(self) -> None:
+        self._header: memoryview | None = None
+        self._header_length = self._payload_length = 0
+        self._want(memoryview(bytearray(PREFIX.size)))
+
+    def _want(self, buffer: memoryview) -> None:
+        self._wanted, self._filled = buffer, 0
+
+    def _advance(self) -> Frame | None:
+        """What was wanted is complete: the prefix, then the header, then the payload."""
+        if not self._header_length:
+            self._header_length, self._payload_length = self._read_prefix(self._wanted)
+            self._want(memoryview(bytearray(self._header_length)))
+            return None
+        if self._header is None:
+            self._header = self._wanted
+            if self._payload_length:
+                # not zeroed: pages that never arrive are never touched
+                self._want(np.empty(self._payload_length, np.uint8).data)
+                return None
+            frame = Frame(self._header, _EMPTY)
+        else:
+            frame = Frame(self._header, self._wanted)
+        self._begin()
+        return frame
+
+    def _read_prefix(self, prefix: memoryview) -> tuple[int, int]:
+        header, payload = PREFIX.unpack(prefix)
+        if not 0 < header <= self.max_header:
+            raise RemoteProtocolError(f"a frame's header has {header} bytes; 1 to {self.max_header} are allowed")
+        if payload > self.max_payload:
+            raise RemoteProtocolError(f"a frame's payload has {payload} bytes; {self.max_payload} are allowed")
+        return header, payload
+
+
+def frame_buffers(header: bytes, payload: Sequence[Buffer], *, max_header: int, max_payload: int) -> list[Buffer]:
+    """What to send for one frame, its payload not copied.
+
+    Raises LocalProtocolError where it is over a limit: the other side would refuse it.
+    """
+    length = sum(map(len, payload))
+    if len(header) > max_header or length > max_payload:
+        raise LocalProtocolError(
+            f"a frame of {len(header)} + {length} bytes is over the limit of {max_header} + {max_payload}"
+        )
+    return [PREFIX.pack(len(header), length) + header, *payload]

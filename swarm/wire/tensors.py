@@ -1,0 +1,90 @@
+"""Arrays to bytes and back. Little-endian, C order; the shape travels in the header, the dtype by agreement.
+
+========  =========  ==================================================
+on wire   in memory
+========  =========  ==================================================
+`i32`     int32      no copy either way
+`f32`     float32    no copy either way
+`f16`     float32    half the bytes; values beyond 65,504 are refused
+`bf16`    float32    half the bytes; rounded to the nearest, ties to even
+========  =========  ==================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swarm.errors import LocalProtocolError, RemoteProtocolError
+
+WIRE_SIZES = {"i32": 4, "f32": 4, "f16": 2, "bf16": 2}
+MAX_DIMENSIONS = 4
+_MAX_LENGTH = 1 << 31
+_STORED: dict[str, np.dtype[Any]] = {
+    "i32": np.dtype("<i4"),
+    "f32": np.dtype("<f4"),
+    "f16": np.dtype("<f2"),
+    "bf16": np.dtype("<u2"),
+}
+_F16_LARGEST = 65504.0
+
+
+def byte_count(dtype: str, shape: object, name: str, limit: int) -> int:
+    """Bytes of a tensor that a header describes. Raises RemoteProtocolError before anything is allocated."""
+    if type(shape) is not tuple or not 0 < len(shape) <= MAX_DIMENSIONS:
+        raise RemoteProtocolError(f"{name}: its shape is not a list of 1 to {MAX_DIMENSIONS} lengths")
+    count = WIRE_SIZES[dtype]
+    for length in shape:
+        if type(length) is not int or not 0 <= length < _MAX_LENGTH:
+            raise RemoteProtocolError(f"{name}: its shape has a length that is none")
+        count *= length
+    if count > limit:
+        raise RemoteProtocolError(f"{name} of shape {list(shape)} needs {count} bytes where {limit} are left")
+    return count
+
+
+def to_bytes(array: NDArray[Any], dtype: str, name: str = "tensor") -> memoryview:
+    """The bytes of `array` as `dtype`: a view of the array itself for f32 and i32."""
+    stored: NDArray[Any]
+    if dtype == "bf16":
+        stored = _to_bf16(array)
+    elif dtype == "f16":
+        stored = _to_f16(array, name)
+    else:
+        stored = np.ascontiguousarray(array, _STORED[dtype])
+    return stored.reshape(-1).view(np.uint8).data
+
+
+def from_bytes(view: memoryview, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    """The array in `view`, which has exactly `byte_count` bytes: int32 for i32, float32 for the others.
+
+    For i32 and f32 the array shares `view`'s memory.
+    """
+    if not len(view):
+        return np.empty(shape, np.int32 if dtype == "i32" else np.float32)
+    stored: NDArray[Any] = np.frombuffer(view, _STORED[dtype]).reshape(shape)
+    if dtype == "bf16":
+        stored = stored.astype(np.uint32)
+        stored <<= 16
+        return stored.view(np.float32)
+    return np.asarray(stored, np.float32) if dtype == "f16" else stored
+
+
+def _to_f16(array: NDArray[np.float32], name: str) -> NDArray[np.float16]:
+    with np.errstate(over="ignore"):
+        half = np.ascontiguousarray(array, np.float16)
+    if not np.isfinite(half).all() and np.isfinite(array).all():
+        largest = float(np.abs(array).max())
+        raise LocalProtocolError(
+            f"{name} has the value {largest:.6g}, over f16's largest of {_F16_LARGEST:g}: agree on bf16 or f32"
+        )
+    return half
+
+
+def _to_bf16(array: NDArray[np.float32]) -> NDArray[np.uint16]:
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
+    # rounding could carry a NaN's mantissa into the sign: a NaN stays one, made quiet
+    return np.where(np.isnan(array), (bits >> 16) | np.uint32(0x40), rounded).astype(np.uint16)

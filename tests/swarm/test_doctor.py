@@ -1,0 +1,110 @@
+"""Each check says OK, WARN or FAIL, and what to do about the latter two."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from swarm.address import Address
+from swarm.doctor import (
+    Finding,
+    Level,
+    check_daemon,
+    check_devices,
+    check_fit,
+    check_package,
+    check_peer,
+    check_system,
+    judge_clock,
+)
+from swarm.manifest import load_manifest
+from tests.harness import run_swarm
+
+HERE = Address("127.0.0.1", 0)
+
+
+def gather(findings: AsyncIterator[Finding]) -> list[Finding]:
+    async def run() -> list[Finding]:
+        return [finding async for finding in findings]
+
+    return asyncio.run(run())
+
+
+def levels(findings: list[Finding]) -> dict[str, Level]:
+    return {finding.topic: finding.level for finding in findings}
+
+
+def test_whatever_is_not_ok_says_what_to_do(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        mute.close()
+        findings = [
+            *check_system(),
+            *check_devices(),
+            *check_package(tmp_path),
+            *gather(check_peer(Address("127.0.0.1", port), HERE)),
+            *(judge_clock(skew, HERE) for skew in (-9, -2, 0, 2, 9)),
+        ]
+    assert {finding.level for finding in findings} == set(Level)
+    assert all(bool(finding.advice) == (finding.level is not Level.OK) for finding in findings)
+
+
+def test_the_cpu_is_found_with_its_properties() -> None:
+    (cpu,) = [finding for finding in check_devices() if finding.text.startswith("CPU")]
+    assert cpu.level is Level.OK
+    assert cpu.values["FULL_DEVICE_NAME"]
+    assert "FP32" in cpu.values["OPTIMIZATION_CAPABILITIES"]
+
+
+@pytest.mark.parametrize(
+    ("skew", "level"), [(0.2, Level.OK), (-0.2, Level.OK), (1.5, Level.WARN), (-4.0, Level.FAIL), (60.0, Level.FAIL)]
+)
+def test_a_clock_is_judged_by_what_the_dht_bears(skew: float, level: Level) -> None:
+    assert judge_clock(skew, HERE).level is level
+
+
+def test_a_peer_that_is_not_there_fails() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    (finding,) = gather(check_peer(Address("127.0.0.1", port), HERE))
+    assert (finding.topic, finding.level) == ("peer", Level.FAIL)
+    assert f"127.0.0.1:{port}" in finding.text
+
+
+def test_the_daemon_starts_and_stops() -> None:
+    assert asyncio.run(check_daemon("127.0.0.1")).level is Level.OK
+
+
+def test_a_whole_package_fits_as_far_as_memory_goes(smollm2_package: Path) -> None:
+    assert levels(list(check_package(smollm2_package))) == {"package": Level.OK, "capacity": Level.OK}
+    manifest = load_manifest(smollm2_package)
+    assert check_fit(manifest, 64 << 30).values["layers_that_fit"] == len(manifest.layers)
+    assert 0 < check_fit(manifest, 900 << 20).values["layers_that_fit"] < len(manifest.layers)
+    assert check_fit(manifest, 100 << 20).level is Level.FAIL
+
+
+def test_a_damaged_file_is_named(smollm2_package: Path, tmp_path: Path) -> None:
+    package = Path(shutil.copytree(smollm2_package, tmp_path / "package"))
+    (package / "layer_004.bin").write_bytes(b"no layer")
+    (finding,) = check_package(package)
+    assert finding.level is Level.FAIL
+    assert "layer_004.bin" in finding.text
+
+
+def test_the_command_ends_with_1_if_anything_fails(tmp_path: Path) -> None:
+    done = run_swarm("doctor", str(tmp_path), "--json", "--listen", "127.0.0.1:0")
+    findings = json.loads(done.stdout)["findings"]
+    assert done.returncode == 1
+    assert {finding["topic"] for finding in findings if finding["level"] == "FAIL"} == {"package"}
+
+
+def test_the_command_ends_with_0_if_nothing_fails() -> None:
+    done = run_swarm("doctor", "--listen", "127.0.0.1:0")
+    assert done.returncode == 0, done.stdout
+    assert all(line.split()[0] in ("OK", "WARN", "→") for line in done.stdout.splitlines())

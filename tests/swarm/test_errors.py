@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from swarm import errors
+from swarm.errors import NotCovered, PeerBusy, PeerError, SwarmError
+
+
+def tree(kind: type[SwarmError]) -> Iterator[type[SwarmError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield from tree(child)
+
+
+def drawn() -> list[tuple[str, str | None, str]]:
+    """(name, parent's name, what stands behind it), as the picture at the top of the file has it."""
+    assert errors.__doc__ is not None
+    branches: list[str] = []
+    found: list[tuple[str, str | None, str]] = []
+    for line in errors.__doc__.splitlines():
+        match = re.match(r"    ((?:│   |    |├── |└── )*)([A-Z]\w+)(.*)", line)
+        if match:
+            depth = len(match[1]) // 4
+            found.append((match[2], branches[depth - 1] if depth else None, match[3].strip()))
+            branches[depth:] = [match[2]]
+    return found
+
+
+ALL = list(tree(SwarmError))
+
+
+def test_the_drawn_tree_is_the_real_tree() -> None:
+    real = {(kind.__name__, None if kind is SwarmError else kind.__bases__[0].__name__) for kind in ALL}
+    assert {(name, parent) for name, parent, _ in drawn()} == real
+    assert len(drawn()) == len(ALL)
+
+
+@pytest.mark.parametrize(("name", "said"), [(name, said) for name, _, said in drawn()])
+def test_the_drawn_exit_codes_are_the_real_ones(name: str, said: str) -> None:
+    number = re.match(r"\d+", said)
+    if number:
+        assert getattr(errors, name).exit_code == int(number[0])
+
+
+@pytest.mark.parametrize(("name", "said"), [(name, said) for name, _, said in drawn()])
+def test_what_is_drawn_of_retries_is_so(name: str, said: str) -> None:
+    if re.search(r"\byes: ", said):
+        assert getattr(errors, name).retryable
+    if re.search(r"\bno: ", said):
+        assert not getattr(errors, name).retryable
+
+
+def test_every_error_has_its_own_word_on_the_wire() -> None:
+    codes = [kind.code for kind in ALL]
+    assert len(set(codes)) == len(codes)
+    assert all(re.fullmatch("[a-z_]+", code) for code in codes)
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.code)
+def test_every_error_is_made_from_a_sentence(kind: type[SwarmError]) -> None:
+    assert str(kind("what happened; what to do")) == "what happened; what to do"
+
+
+def test_errors_carry_what_programs_need() -> None:
+    assert NotCovered("", [(0, 3), (5, 7)]).missing == ((0, 3), (5, 7))
+    busy = PeerBusy("", peer="p", retry_after=2.0)
+    assert (busy.peer, busy.retry_after) == ("p", 2.0)
+    assert (PeerError("").peer, PeerError("").retry_after) == ("", 0.0)

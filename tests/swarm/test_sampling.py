@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from swarm.errors import ConfigError
+from swarm.sampling import MAX_LOGPROBS, Choice, Sampling, choose, probabilities
+
+VOCAB = 12
+logits_of = hnp.arrays(np.float32, VOCAB, elements=st.floats(-50, 50, width=32))
+samplings = st.builds(
+    Sampling,
+    temperature=st.floats(0.05, 5),
+    top_k=st.integers(0, VOCAB + 3),
+    top_p=st.floats(0.05, 1),
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0.5, 2),
+    seed=st.integers(0, (1 << 63) - 1),
+)
+histories = hnp.arrays(np.int32, st.integers(0, 20), elements=st.integers(0, VOCAB - 1))
+
+
+def plain_probabilities(logits: Any, sampling: Sampling) -> dict[int, float]:
+    """The same, by the definitions, one token after the other."""
+    scaled = [float(x) / sampling.temperature for x in logits]
+    order = sorted(range(len(scaled)), key=lambda i: (-scaled[i], i))
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    weights = {i: math.exp(scaled[i] - scaled[order[0]]) for i in order}
+    total = math.fsum(weights.values())
+    shares = {i: weight / total for i, weight in weights.items()}
+    if sampling.top_p < 1:
+        kept, mass = {}, 0.0
+        for i in order:
+            kept[i] = shares[i]
+            mass += shares[i]
+            if mass >= sampling.top_p:
+                break
+        shares = kept
+    largest = max(shares.values())
+    shares = {i: share for i, share in shares.items() if share >= sampling.min_p * largest}
+    total = math.fsum(shares.values())
+    return {i: share / total for i, share in shares.items()}
+
+
+@given(logits_of, samplings)
+def test_the_distribution_agrees_with_its_definition(logits: Any, sampling: Sampling) -> None:
+    ids, shares = probabilities(logits, sampling)
+    expected = plain_probabilities(logits, sampling)
+    found = dict(zip(ids.tolist(), shares.tolist(), strict=True))
+    # where a sum or a product lies on a filter's edge, rounding decides on one token
+    for token in found.keys() ^ expected.keys():
+        assert on_an_edge(logits, sampling, token)
+    if found.keys() == expected.keys():
+        assert all(found[token] == pytest.approx(expected[token], rel=1e-9, abs=1e-12) for token in found)
+
+
+def on_an_edge(logits: Any, sampling: Sampling, token: int) -> bool:
+    wider = Sampling(temperature=sampling.temperature, top_k=sampling.top_k)
+    shares = plain_probabilities(logits, wider)
+    order = list(shares)
+    before = math.fsum(shares[i] for i in order[: order.index(token)])
+    at_top_p = abs(before - sampling.top_p) < 1e-9
+    at_min_p = abs(shares[token] - sampling.min_p * max(shares.values())) < 1e-9
+    return at_top_p or at_min_p
+
+
+@given(logits_of, samplings)
+def test_a_distribution_is_one(logits: Any, sampling: Sampling) -> None:
+    ids, shares = probabilities(logits, sampling)
+    assert 0 < len(ids) == len(set(ids.tolist())) <= VOCAB
+    assert shares.sum() == pytest.approx(1)
+    assert (shares >= 0).all()
+    assert (np.diff(shares) <= 1e-15).all()
+    assert logits[ids[0]] == logits.max()
+    if sampling.top_k:
+        assert len(ids) <= sampling.top_k
+
+
+@given(logits_of, st.integers(0, (1 << 63) - 1), st.integers(0, 1 << 31))
+def test_a_token_depends_on_seed_and_position_alone(logits: Any, seed: int, position: int) -> None:
+    sampling = Sampling(temperature=1.0, seed=seed)
+    first = choose(logits, sampling, position=position)
+    choose(logits, sampling, position=position + 1)
+    assert choose(logits.copy(), Sampling(temperature=1.0, seed=seed), position=position) == first
+
+
+def test_other_seeds_and_other_positions_give_other_tokens() -> None:
+    logits = np.zeros(1000, np.float32)
+    by_position = {choose(logits, Sampling(temperature=1.0, seed=1), position=i).token for i in range(50)}
+    by_seed = {choose(logits, Sampling(temperature=1.0, seed=i), position=1).token for i in range(50)}
+    assert len(by_position) > 40
+    assert len(by_seed) > 40
+
+
+def test_tokens_come_as_often_as_they_should() -> None:
+    logits = np.log(np.array([0.5, 0.25, 0.15, 0.1], np.float32))
+    draws = 4000
+    sampling = Sampling(temperature=1.0, seed=11)
+    counts = np.bincount([choose(logits, sampling, position=i).token for i in range(draws)], minlength=4)
+    expected = draws * np.array([0.5, 0.25, 0.15, 0.1])
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    assert chi_square < 16.3  # 3 degrees of freedom, one seed in a thousand
+
+
+@given(logits_of)
+def test_temperature_0_takes_the_likeliest_and_the_first_of_equals(logits: Any) -> None:
+    token = choose(logits, Sampling(), position=0).token
+    assert token == logits.tolist().index(max(logits.tolist()))
+
+
+@given(logits_of, st.floats(5e-324, 1e-300) | st.just(100.0))
+def test_no_temperature_is_too_low_or_too_high(logits: Any, temperature: float) -> None:
+    choice = choose(logits, Sampling(temperature=temperature, seed=3), position=1)
+    assert 0 <= choice.token < VOCAB
+    if temperature < 1:
+        assert logits[choice.token] == logits.max()
+
+
+@given(logits_of, histories, st.floats(0.5, 2))
+def test_the_penalty_is_huggingfaces(logits: Any, history: Any, penalty: float) -> None:
+    expected = logits.copy()
+    for token in set(history.tolist()):
+        expected[token] = expected[token] / penalty if expected[token] > 0 else expected[token] * penalty
+    before = logits.copy()
+    found = choose(logits, Sampling(repetition_penalty=penalty), position=0, history=history)
+    assert found.token == int(expected.argmax())
+    assert np.array_equal(logits, before)
+
+
+def test_a_strong_penalty_keeps_a_token_from_coming_again() -> None:
+    logits = np.array([3.0, 2.9, -1.0], np.float32)
+    sampling = Sampling(repetition_penalty=2.0)
+    assert choose(logits, sampling, position=0).token == 0
+    assert choose(logits, sampling, position=1, history=np.array([0], np.int32)).token == 1
+
+
+@given(logits_of, st.integers(0, MAX_LOGPROBS), histories)
+def test_log_probabilities_are_the_models_own(logits: Any, count: int, history: Any) -> None:
+    sampling = Sampling(temperature=2.0, top_k=2, repetition_penalty=1.5, logprobs=count)
+    choice = choose(logits, sampling, position=0, history=history)
+    total = math.log(math.fsum(math.exp(float(x)) for x in logits))
+    assert choice.logprob == pytest.approx(float(logits[choice.token]) - total, abs=1e-6)
+    assert len(choice.top) == min(count, VOCAB)
+    assert [logprob for _, logprob in choice.top] == sorted((logprob for _, logprob in choice.top), reverse=True)
+    for token, logprob in choice.top:
+        assert logprob == pytest.approx(float(logits[token]) - total, abs=1e-6)
+
+
+def test_nothing_is_said_that_was_not_asked_for() -> None:
+    assert choose(np.zeros(3, np.float32), Sampling(), position=0) == Choice(token=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("top_k", True),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("repetition_penalty", 0.0),
+        ("seed", -1),
+        ("seed", 1 << 63),
+        ("logprobs", 65),
+        ("logprobs", -1),
+    ],
+)
+def test_a_senseless_value_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is {value!r}; it must be"):
+        Sampling(**{name: value})
