@@ -7,6 +7,7 @@ graph as the span. The goal is held against the stateful one's like and reported
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ def _generate(pipeline: Any) -> float:
     return 1000.0 / float(pipeline.generate([PROMPT], config).perf_metrics.get_tpot().mean)
 
 
-def _timed(runner: Runner, prompt: NDArray[np.int32], reference: list[int]) -> Any:
+def _timed(runner: Runner, prompt: NDArray[np.int32], reference: list[int]) -> Callable[[], float]:
     def measure() -> float:
         speed, tokens = decode(runner, prompt, TOKENS)
         if tokens != reference:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from reproduction.experiment import Report, Row, Say, interleaved, median_ratio, medians
@@ -21,17 +23,20 @@ def run(say: Say) -> Report:
     unsplit = Unsplit(model.ir, "accuracy", THREADS)
     reference = decode(unsplit, prompt, TOKENS)[1]
 
-    def speed(runner: Runner) -> float:
-        tokens_per_second, tokens = decode(runner, prompt, TOKENS)
-        if tokens != reference:
-            raise AssertionError("a split gave another text than the unsplit graph")
-        return tokens_per_second
+    def timed(runner: Runner) -> Callable[[], float]:
+        def measure() -> float:
+            speed, tokens = decode(runner, prompt, TOKENS)
+            if tokens != reference:
+                raise AssertionError("a split gave another text than the unsplit graph")
+            return speed
+
+        return measure
 
     chains = {f"stages{ways}": chain(model, even(model, ways), "accuracy", THREADS) for ways in WAYS}
     samples = interleaved(
         {
-            "unsplit": lambda: speed(unsplit),
-            **{name: (lambda runner=runner: speed(runner)) for name, runner in chains.items()},
+            "unsplit": timed(unsplit),
+            **{name: timed(runner) for name, runner in chains.items()},
         },
         say,
     )

@@ -150,8 +150,8 @@ class Stream(asyncio.Protocol):
 
     def fail(self, error: SwarmError) -> None:
         """Tell the other side that `error` ends the connection, if it can still be told; then `close`."""
-        # gone, or not greeted yet and so nobody that could be told
-        with contextlib.suppress(PeerLost, PeerStalled, ProtocolError):
+        # gone, for whatever reason it was ended, or not greeted yet and so nobody that could be told
+        with contextlib.suppress(SwarmError):
             self.send(error_to_failure(error))
 
     @property
