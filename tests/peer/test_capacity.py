@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from peer.capacity import (
     EMPTY_PEER_BYTES,
+    WEIGHT_FACTOR,
     choose_span,
     kv_tokens_beside,
     layers_that_fit,
@@ -108,7 +111,7 @@ def test_the_kv_room_is_what_the_weights_leave() -> None:
 
 def test_middle_layers_are_what_fits_most_of() -> None:
     memory = EMPTY_PEER_BYTES + 1000 * MB
-    assert layers_that_fit(TOY, memory, kv="f32", kv_tokens=0) == 6
+    assert layers_that_fit(TOY, memory, kv="f32", kv_tokens=0) == int(1000 / (100 * WEIGHT_FACTOR))
     assert layers_that_fit(TOY, EMPTY_PEER_BYTES, kv="f32", kv_tokens=0) == 0
     assert layers_that_fit(TOY, PLENTY, kv="f32", kv_tokens=8192) == 30
 
@@ -129,5 +132,8 @@ def test_a_choice_fits_lies_on_the_grid_and_leaves_no_gap_it_could_narrow(
     assert span.first in TOY.grid
     assert span.last in TOY.grid
     assert needed_bytes(TOY, span, kv="f32", kv_tokens=64) <= megabytes * MB
-    if 0.0 in served:
+    # a gap may be all in pieces that this machine cannot hold
+    pieces = [LayerRange(first, last) for first, last in pairwise(TOY.grid)]
+    holdable = [p for p in pieces if needed_bytes(TOY, p, kv="f32", kv_tokens=64) <= megabytes * MB]
+    if any(served[layer] == 0.0 for piece in holdable for layer in piece):
         assert any(served[layer] == 0.0 for layer in span)
