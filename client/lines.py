@@ -85,8 +85,8 @@ class Lines:
         Raises PeerUnreachable (also where another process answers there by now), WrongPeer, PeerStalled,
         or whatever the peer says in its greeting.
         """
-        line = self._lines.get(record.peer_id)
-        if line is not None and not line.channel.closed and line.channel.hello.incarnation == record.incarnation:
+        line = self._open_line(record)
+        if line is not None:
             return line
         key = (record.peer_id, record.incarnation)
         opening = self._opening.get(key)
@@ -95,6 +95,13 @@ class Lines:
             opening.add_done_callback(lambda task: self._opened(key, task))
         # whoever is cancelled does not take the connection away from others who wait for it
         return await asyncio.shield(opening)
+
+    def _open_line(self, record: PeerRecord) -> Line | None:
+        """The one that leads to this very process, where there is one."""
+        line = self._lines.get(record.peer_id)
+        if line is None or line.channel.closed or line.channel.hello.incarnation != record.incarnation:
+            return None
+        return line
 
     def _opened(self, key: tuple[str, int], task: asyncio.Task[Line]) -> None:
         del self._opening[key]
@@ -138,7 +145,13 @@ class Lines:
         missing = []
         for record in list(records)[:_MEASURED]:
             known = self._measured.get(record.peer_id)
-            if known is not None and known.incarnation == record.incarnation and now < known.until:
+            if (
+                known is not None
+                and known.incarnation == record.incarnation
+                and now < known.until
+                # a way whose line has broken since may be none any more
+                and (not known.link.reachable or self._open_line(record) is not None)
+            ):
                 links[record.peer_id] = known.link
             else:
                 missing.append(record)

@@ -198,6 +198,31 @@ def test_without_a_spare_the_uncovered_layers_are_named(prompt: list[int]) -> No
     run(test)
 
 
+@pytest.mark.parametrize("lives_on", [False, True])
+def test_no_route_leads_to_a_process_that_ended_between_two_tokens(prompt: list[int], lives_on: bool) -> None:
+    """Its record outlives it, and so does what was measured of the way to it; another process may answer there."""
+
+    async def test(world: World) -> None:
+        await world.three()
+        pipeline = world.pipeline()
+        said = await world.write(pipeline, prompt, 4)
+        ended = world.swarm.peers["b"]
+        if lives_on:
+            ended.incarnation += 1
+            ended.cut()
+        else:
+            ended.die()
+        await asyncio.sleep(0.05)
+        said += await world.write(pipeline, [*prompt, *said], 4)
+        assert said == toy_text(prompt, 8)
+        assert "spare" in pipeline.describe_route()
+        assert len(world.said(Stage.CONNECTED)) == 2
+        assert not world.said(Stage.REPAIRING)
+        await pipeline.close()
+
+    run(test)
+
+
 def test_a_peer_that_joins_meanwhile_is_waited_for(prompt: list[int]) -> None:
     async def test(world: World) -> None:
         await world.swarm.add("a", "0:2")

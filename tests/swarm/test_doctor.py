@@ -23,6 +23,7 @@ from swarm.doctor import (
     check_system,
     judge_clock,
 )
+from swarm.localswarm import LocalSwarm
 from swarm.manifest import load_manifest
 from tests.harness import run_swarm
 
@@ -75,6 +76,24 @@ def test_a_peer_that_is_not_there_fails() -> None:
     (finding,) = gather(check_peer(Address("127.0.0.1", port), HERE))
     assert (finding.topic, finding.level) == ("peer", Level.FAIL)
     assert f"127.0.0.1:{port}" in finding.text
+
+
+def test_a_peer_is_met_its_clock_compared_and_this_machine_reached_from_it(tmp_path: Path) -> None:
+    with LocalSwarm(tmp_path) as swarm:
+        peer = swarm.bootstrap()
+        swarm.wait()
+        pinned = Address.parse(peer.address)
+        findings = gather(check_peer(pinned, HERE))
+        assert levels(findings) == dict.fromkeys(("peer", "clock", "reach"), Level.OK)
+        assert "as expected" in findings[0].text
+        (trusted, *_) = gather(check_peer(Address(pinned.host, pinned.port), HERE))
+        assert str(pinned) in trusted.text
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            where = Address("127.0.0.1", taken.getsockname()[1])
+            (*_, reach) = gather(check_peer(where=where, address=pinned))
+            assert f"port {where.port} is taken" in reach.text
+        (stranger,) = gather(check_peer(Address(pinned.host, pinned.port, "a" * 32), HERE))
+        assert (stranger.topic, stranger.level) == ("peer", Level.FAIL)
 
 
 def test_the_daemon_starts_and_stops() -> None:

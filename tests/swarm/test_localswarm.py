@@ -130,8 +130,8 @@ with LocalSwarm(pathlib.Path({str(tmp_path)!r})) as swarm:
 def test_a_member_that_was_killed_is_not_an_address_any_more(tmp_path: Path) -> None:
     with LocalSwarm(tmp_path) as swarm:
         for name in ("anna", "ben"):
-            swarm.join("package", name=name, prefix=instead(STUBBORN))
-        swarm.wait()
+            swarm.join("package", name=name, prefix=instead(SAYS + "time.sleep(600)"))
+        swarm.wait(phase=LISTENING)
         swarm.members[0].kill()
         assert [member.alive for member in swarm.members] == [False, True]
         assert len(swarm.addresses) == 1

@@ -1,0 +1,139 @@
+"""The command `swarm`: names and one-line helps are here, the commands themselves beside what they run.
+
+A command's module is imported when that command is chosen, so that `swarm --help` answers at once and
+`swarm generate` never loads a DHT. Every error of `swarm.errors` becomes one line on stderr and its exit
+code; anything else is a bug of this program, whose traceback goes to a file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from swarm import __version__
+from swarm.errors import SwarmError
+from swarm.folders import state_folder
+
+INTERRUPTED = 130
+BUG = 70
+
+COMMANDS = {
+    "demo": ("swarm.demo:demo", "The main job on this one machine: three peers, one answer, where its time went."),
+    "export": ("export.cli:export", "Write a model package from a GGUF file or an OpenVINO IR."),
+    "join": ("peer.cli:join", "Serve layers of a model: begin a swarm, or join one."),
+    "bootstrap": ("peer.cli:bootstrap", "Keep a swarm's directory alive without serving layers."),
+    "models": ("client.inspect_cli:models", "List what a swarm serves."),
+    "routes": ("client.inspect_cli:routes", "Show who serves which layers, and the route that a client would take."),
+    "generate": ("client.cli:generate", "Generate text from a prompt."),
+    "chat": ("client.cli:chat", "Talk in turns; the peers keep the KV cache between them."),
+    "doctor": ("swarm.doctor_cli:doctor", "Check this machine: devices, memory, clock, reachability, daemon."),
+}
+
+
+class LazyCommand(TyperCommand):
+    """Stands for a command in the list; turns into it when its arguments are to be read."""
+
+    def __init__(self, name: str, target: str, summary: str) -> None:
+        super().__init__(name, help=summary)
+        self._target = target
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        return self._load().make_context(info_name, args, parent, **extra)
+
+    def _load(self) -> Any:
+        module, _, function = self._target.partition(":")
+        app = typer.Typer(add_completion=False)
+        app.command(self.name)(getattr(importlib.import_module(module), function))
+        return typer.main.get_command(app)
+
+
+class SwarmGroup(TyperGroup):
+    """Turns what a command raises into a line on stderr and an exit code."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, (target, summary) in COMMANDS.items():
+            self.add_command(LazyCommand(name, target, summary))
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+        except SwarmError as error:
+            self._give_up(ctx, error, error)
+        except ExceptionGroup as group:
+            # Tasks that failed together: nearly always one failed and the others were cancelled.
+            ours, others = group.split(SwarmError)
+            if ours is None or others is not None:
+                self._bug(ctx, group)
+            self._give_up(ctx, group, _first(ours))
+        except Exception as error:
+            if type(error).__module__.partition(".")[0] in ("click", "typer") or isinstance(error, BrokenPipeError):
+                raise  # an exit, or a wrong option: typer shows those
+            self._bug(ctx, error)
+
+    def _give_up(self, ctx: Any, raised: BaseException, error: SwarmError) -> NoReturn:
+        if ctx.params.get("debug"):
+            traceback.print_exception(raised)
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from raised
+
+    def _bug(self, ctx: Any, error: BaseException) -> NoReturn:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        if ctx.params.get("debug"):
+            traceback.print_exception(error)
+            typer.echo(f"error: {said}", err=True)
+        else:
+            typer.echo(f"error: a bug of this program: {said}; {_keep_traceback(error)}", err=True)
+        raise typer.Exit(BUG) from error
+
+
+def _first(group: BaseExceptionGroup[SwarmError]) -> SwarmError:
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+def _keep_traceback(error: BaseException) -> str:
+    """Write it to a file of its own. Says where it is, or why it is nowhere."""
+    path: Path = state_folder() / f"error-{datetime.now():%Y%m%d-%H%M%S-%f}.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(traceback.format_exception(error)))
+    except OSError as problem:
+        return f"its traceback could not be kept in {path} ({problem.strerror}): run again with --debug"
+    return f"its traceback is in {path}"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"swarm {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(cls=SwarmGroup, no_args_is_help=True)
+
+
+@app.callback()
+def _swarm(
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="SWARM_DEBUG", help="Show tracebacks; say more in logs.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """A large language model served by a handful of AI PCs, a few layers each."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and exit with its code: `sys.argv` where no `arguments` are given."""
+    typer.main.get_command(app).main(args=arguments, prog_name="swarm")
+    raise SystemExit(0)

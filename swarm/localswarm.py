@@ -1,0 +1,275 @@
+"""A swarm on this machine: real peers as child processes, for the demo, tests and benchmarks.
+
+Each member is `swarm join --json` (or `swarm bootstrap --json`) in a process group of its own, tied to
+this process by `swarm.tether`. It writes JSON lines to one file and its log to another. Nothing here
+has a thread or an event loop, so it serves synchronous and asynchronous callers alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from swarm.errors import ConfigError, PeerFailed, PeerStalled
+from swarm.spans import LayerRange
+
+STARTED, LISTENING, ANNOUNCED = "started", "listening", "announced"
+_TICK_S = 0.05
+_GRACE_S = 6.0
+_LOG_TAIL = 12
+
+
+def even_spans(grid: Sequence[int], ways: int) -> list[LayerRange]:
+    """Cut 0 ... `grid[-1]` into `ways` spans of about equal length whose ends lie on `grid`.
+
+    >>> [str(span) for span in even_spans((0, 4, 8, 11, 15, 19, 22, 26, 30), 3)]
+    ['0:11', '11:19', '19:30']
+    """
+    if not 1 <= ways < len(grid):
+        raise ConfigError(f"{ways} peers cannot share this model: its grid allows 1 to {len(grid) - 1}")
+    edges, at = [grid[0]], 0
+    for cut in range(1, ways):
+        # one boundary must be left for each cut that still follows
+        choices = range(at + 1, len(grid) - (ways - cut))
+        at = min(choices, key=lambda i: abs(grid[i] * ways - cut * grid[-1]))
+        edges.append(grid[at])
+    edges.append(grid[-1])
+    return [LayerRange(first, last) for first, last in itertools.pairwise(edges)]
+
+
+@dataclass(kw_only=True)
+class Member:
+    """One process of a local swarm. `events` holds the JSON lines that it has written so far."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    output: Path
+    log: Path
+    span: LayerRange | None = None
+    events: list[dict[str, Any]] = field(default_factory=list)
+    _read: int = 0
+
+    def poll(self) -> list[dict[str, Any]]:
+        """The lines that are new since the last call."""
+        with self.output.open("rb") as file:
+            file.seek(self._read)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._read += len(whole) + len(newline)
+        fresh = [json.loads(line) for line in whole.splitlines() if line.strip()]
+        self.events.extend(fresh)
+        return fresh
+
+    def event(self, phase: str) -> dict[str, Any] | None:
+        """The last line of this phase."""
+        return next((event for event in reversed(self.events) if event.get("phase") == phase), None)
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT#PEER_ID at which it listens. Raises PeerFailed while it has not said so."""
+        for event in self.events:
+            if "address" in event:
+                return str(event["address"])
+        raise PeerFailed(f"{self.name} has not said at which address it listens; its log is {self.log}")
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def log_tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-_LOG_TAIL:])
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the peer itself, not to its daemon, which it ends on its own."""
+        if self.alive:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, for everything in its process group, and wait until the peer is gone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+Progress = Callable[[Member, dict[str, Any]], None]
+"""Hears each line that a member writes."""
+
+
+class LocalSwarm:
+    """Members of one swarm. Use it as a context: leaving it ends every process.
+
+    `folder` gets logs, outputs and identities. `options` go to every peer, for example
+    `["--precision", "accuracy"]`. `environment` is added to this process's own.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        host: str = "127.0.0.1",
+        options: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.members: list[Member] = []
+        self._host = host
+        self._options = tuple(options)
+        self._environment = os.environ | (environment or {})
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of the members that live."""
+        return [member.address for member in self.members if member.alive]
+
+    def serve(
+        self,
+        package: str | Path,
+        spans: Sequence[LayerRange | str],
+        *,
+        options: Sequence[str] = (),
+        timeout: float = 180.0,
+        progress: Progress = lambda member, event: None,
+    ) -> list[Member]:
+        """A peer for each span; returns when all have announced. The first begins the swarm if it has no member.
+
+        Raises what `wait` raises.
+        """
+        members: list[Member] = []
+        for span in spans:
+            if not self.members:
+                members.append(self.join(package, span, options=options))
+                self.wait(members, phase=LISTENING, timeout=timeout, progress=progress)
+            else:
+                initial = [self.members[0].address]
+                members.append(self.join(package, span, initial=initial, options=options))
+        self.wait(members, timeout=timeout, progress=progress)
+        return members
+
+    def join(
+        self,
+        package: str | Path,
+        span: LayerRange | str = "auto",
+        *,
+        initial: Iterable[str] = (),
+        options: Sequence[str] = (),
+        name: str = "",
+        prefix: Sequence[str] = (),
+        listen: str = "",
+    ) -> Member:
+        """Start a peer and return at once. `prefix` goes before the command: `ip netns exec NAME`, `taskset ...`."""
+        name = name or f"peer-{len(self.members)}"
+        command = ["join", str(package), "--layers", str(span), *self._common(name, initial, listen)]
+        return self._start(name, [*command, *self._options, *options], prefix, span)
+
+    def bootstrap(self, *, initial: Iterable[str] = (), prefix: Sequence[str] = (), listen: str = "") -> Member:
+        """Start a member without layers and return at once."""
+        name = f"bootstrap-{len(self.members)}"
+        return self._start(name, ["bootstrap", *self._common(name, initial, listen)], prefix)
+
+    def wait(
+        self,
+        members: Iterable[Member] | None = None,
+        *,
+        phase: str = ANNOUNCED,
+        timeout: float = 180.0,
+        progress: Progress = lambda member, event: None,
+    ) -> None:
+        """Until each of `members` (all, where none are named) has reached `phase`; `progress` hears every line.
+
+        Raises PeerFailed with the end of its log if one ends before, PeerStalled after `timeout` seconds.
+        """
+        waiting = list(self.members if members is None else members)
+        deadline = time.monotonic() + timeout
+        while waiting:
+            for member in list(waiting):
+                lived = member.alive  # asked first: what it wrote before its end is then read below
+                for event in member.poll():
+                    progress(member, event)
+                if member.event(phase) is not None:
+                    waiting.remove(member)
+                elif not lived:
+                    raise PeerFailed(
+                        f"{member.name} ended with exit code {member.process.returncode} before it was {phase}; "
+                        f"the end of its log {member.log}:\n{member.log_tail()}"
+                    )
+            if waiting and time.monotonic() > deadline:
+                member = waiting[0]
+                raise PeerStalled(
+                    f"{member.name} is not {phase} after {timeout:.0f} s; the end of its log {member.log}:\n"
+                    f"{member.log_tail()}"
+                )
+            if waiting:
+                time.sleep(_TICK_S)
+
+    def stop(self, grace_s: float = _GRACE_S) -> None:
+        """End everything: SIGINT, SIGTERM after `grace_s`, SIGKILL 2 s later. Interrupted, it kills at once."""
+        try:
+            for number, patience in ((signal.SIGINT, grace_s), (signal.SIGTERM, 2.0)):
+                for member in self.members:
+                    member.signal(number)
+                if self._gone(patience):
+                    break
+        finally:
+            with _uninterrupted():
+                for member in self.members:
+                    member.kill()
+
+    def _gone(self, patience: float) -> bool:
+        deadline = time.monotonic() + patience
+        while any(member.alive for member in self.members):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_TICK_S)
+        return True
+
+    def _common(self, name: str, initial: Iterable[str], listen: str) -> list[str]:
+        identity = self.folder / f"{name}.pem"
+        options = ["--listen", listen or f"{self._host}:0", "--identity", str(identity), "--name", name, "--json"]
+        return options + [word for address in initial for word in ("--initial-peer", address)]
+
+    def _start(
+        self, name: str, command: Sequence[str], prefix: Sequence[str], span: LayerRange | str | None = None
+    ) -> Member:
+        output, log = self.folder / f"{name}.jsonl", self.folder / f"{name}.log"
+        words = [*prefix, sys.executable, "-m", "swarm.tether", str(os.getpid()), *command]
+        with output.open("wb") as out, log.open("ab") as err:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=self._environment,
+                process_group=0,  # a Ctrl-C at the terminal is for whoever started the swarm, not for peers
+            )
+        fixed = span if isinstance(span, LayerRange) else None
+        member = Member(name=name, process=process, output=output, log=log, span=fixed)
+        self.members.append(member)
+        return member
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Signals wait until the block is over. For what is short and must not be left half done."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,245 @@
+"""What tests share: the demo model, its package, its unsplit graph, the text that this one writes; tiny models.
+
+What takes long to make is kept in the user's cache directory under a digest of what it is made from:
+the next run finds it, and a changed exporter makes it anew. `SWARM_DEMO_MODEL` names the GGUF file to
+take, `SWARM_TEST_PACKAGE` a package to take as it is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm.demomodel import fetch_demo_model
+from swarm.folders import cache_folder
+
+ROOT = Path(__file__).parent.parent
+GreedyReference = Callable[[Sequence[int], int], list[int]]
+ChatIds = Callable[[str], list[int]]
+
+_KEPT = 3
+_MAKE_IR = "import sys, openvino_genai; openvino_genai.LLMPipeline(sys.argv[1], 'CPU', enable_save_ov_model=True)"
+
+
+# A test that asks for one of these is marked `model`: `pytest -m "not model"` is the quick half.
+MODEL_FIXTURES = {"smollm2_gguf", "tiny_irs", "tiny_packages"}
+
+
+def pytest_configure() -> None:
+    _hide_broken_torchvision()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if MODEL_FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.model)
+
+
+def _hide_broken_torchvision() -> None:
+    """optimum-intel brings torchvision, which works only beside the build of torch that it was made for.
+
+    Beside another (a CPU build, `+cpu`) its import fails, and that of transformers with it. Nothing here
+    needs it, and transformers does without where it is not there.
+    """
+    try:
+        builds = {version(name).partition("+")[2] for name in ("torch", "torchvision")}
+    except PackageNotFoundError:
+        return
+    if len(builds) > 1:
+        sys.modules["torchvision"] = None  # type: ignore[assignment]
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct as a GGUF file."""
+    return fetch_demo_model(cache_folder())
+
+
+@pytest.fixture(scope="session")
+def smollm2_package(smollm2_gguf: Path) -> Path:
+    """It as a model package: 30 layers. Read only; copy what a test damages."""
+    if given := os.environ.get("SWARM_TEST_PACKAGE"):
+        return Path(given)
+
+    def export(work: Path) -> None:
+        from export.package import export_package
+
+        export_package(smollm2_gguf, work / "smollm2")
+
+    return _made("package", [*_exporter(), _stamp(smollm2_gguf)], export) / "smollm2"
+
+
+@pytest.fixture(scope="session")
+def smollm2_ir(smollm2_gguf: Path) -> Path:
+    """The unsplit graph, as openvino_genai writes it: `openvino_model.xml` with its tokenizers beside it."""
+
+    def convert(work: Path) -> None:
+        (work / "model.gguf").symlink_to(smollm2_gguf.resolve())
+        command = [sys.executable, "-c", _MAKE_IR, str(work / "model.gguf")]
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+
+    return _made("ir", [version("openvino-genai").encode(), _stamp(smollm2_gguf)], convert) / "openvino_model.xml"
+
+
+@pytest.fixture(scope="session")
+def smollm2_f16_package(smollm2_ir: Path, smollm2_package: Path) -> Path:
+    """The same model under the same name, with f16 weights and a context of 128 tokens: another digest."""
+    from swarm.manifest import load_manifest
+
+    def export(work: Path) -> None:
+        import openvino as ov
+        from openvino.passes import ConstantFolding, Manager
+
+        from export.package import export_package
+
+        unpacked = work / "ir"
+        unpacked.mkdir()
+        for path in smollm2_ir.parent.glob("*tokenizer.*"):
+            (unpacked / path.name).symlink_to(path)
+        (unpacked / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 128}))
+        model = ov.Core().read_model(smollm2_ir)
+        folding = Manager()
+        folding.register_pass(ConstantFolding())  # the 4-bit weights become f32
+        folding.run_passes(model)
+        ov.save_model(model, unpacked / smollm2_ir.name, compress_to_fp16=True)
+        export_package(unpacked, work / "smollm2", name=load_manifest(smollm2_package).name)
+        shutil.rmtree(unpacked)
+
+    return _made("f16-package", [*_exporter(), str(smollm2_ir).encode()], export) / "smollm2"
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2_ir: Path) -> Any:
+    """The unsplit model's own `openvino_genai.Tokenizer`."""
+    import openvino_genai
+
+    return openvino_genai.Tokenizer(str(smollm2_ir.parent))
+
+
+@pytest.fixture(scope="session")
+def chat_ids(smollm2_tokenizer: Any) -> ChatIds:
+    """`chat_ids(question)`: what the model is fed for a chat of one message."""
+
+    def encode(question: str) -> list[int]:
+        message = {"role": "user", "content": question}
+        text = smollm2_tokenizer.apply_chat_template([message], add_generation_prompt=True)
+        ids: list[int] = smollm2_tokenizer.encode(text, add_special_tokens=False).input_ids.data[0].tolist()
+        return ids
+
+    return encode
+
+
+@pytest.fixture(scope="session")
+def greedy_reference(smollm2_ir: Path) -> GreedyReference:
+    """`greedy_reference(prompt_ids, n)`: the n ids that the unsplit model continues with, in f32.
+
+    The end-of-text id does not end it. Nothing of this project runs: that is what makes it a reference.
+    """
+    import numpy as np
+    import openvino as ov
+
+    compiled = ov.Core().compile_model(
+        smollm2_ir,
+        "CPU",
+        {"EXECUTION_MODE_HINT": "ACCURACY", "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"},
+    )
+    known: dict[tuple[int, ...], list[int]] = {}
+
+    def continue_greedily(prompt_ids: Sequence[int], n: int) -> list[int]:
+        prompt = tuple(int(token) for token in prompt_ids)
+        ids = known.setdefault(prompt, [])
+        if len(ids) < n:
+            ids[:] = []
+            request = compiled.create_infer_request()
+            step = np.array([prompt], np.int64)
+            while len(ids) < n:
+                past, end = len(prompt) + len(ids) - step.shape[1], len(prompt) + len(ids)
+                logits = request.infer(
+                    {
+                        "input_ids": step,
+                        "attention_mask": np.ones((1, end), np.int64),
+                        "position_ids": np.arange(past, end, dtype=np.int64)[None],
+                        "beam_idx": np.zeros(1, np.int32),
+                    }
+                )[0]
+                ids.append(int(logits[0, -1].argmax()))
+                step = np.array([[ids[-1]]], np.int64)
+        return ids[:n]
+
+    return continue_greedily
+
+
+@pytest.fixture(scope="session")
+def tiny_irs() -> Mapping[str, Path]:
+    """Family -> directory with the IR of a tiny random model, as optimum-intel writes it."""
+
+    def make(work: Path) -> None:
+        # One child for all families: the imports take longer than the models, and torch stays out of this process.
+        command = [sys.executable, "-m", "tests.export.make_tiny", str(work)]
+        made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+        if made.returncode:
+            pytest.fail(f"making the tiny models failed:\n{made.stderr[-4000:]}")
+
+    recipe = (ROOT / "tests" / "export" / "make_tiny.py").read_bytes()
+    folder = _made("tiny-irs", [recipe, version("optimum-intel").encode()], make)
+    return {ir.name: ir for ir in sorted(folder.iterdir()) if ir.is_dir()}
+
+
+@pytest.fixture(scope="session")
+def tiny_packages(tiny_irs: Mapping[str, Path]) -> Mapping[str, Path]:
+    """Family -> its package with kept weights. Read only; `mistral` has sliding windows."""
+
+    def make(work: Path) -> None:
+        from export.package import export_package
+
+        for family, ir in tiny_irs.items():
+            export_package(ir, work / family)
+
+    folder = _made("tiny-packages", [*_exporter(), *(str(ir).encode() for ir in tiny_irs.values())], make)
+    return {family: folder / family for family in tiny_irs}
+
+
+def _exporter() -> list[bytes]:
+    return [path.read_bytes() for path in sorted([*ROOT.glob("export/*.py"), ROOT / "swarm" / "manifest.py"])]
+
+
+def _stamp(path: Path) -> bytes:
+    return f"{path.name} {path.stat().st_size}".encode()
+
+
+def _made(kind: str, inputs: Iterable[bytes], make: Callable[[Path], None]) -> Path:
+    """The directory that `make` fills, made once for these `inputs`."""
+    digest = hashlib.sha256(b"\0".join(inputs)).hexdigest()[:16]
+    folder = cache_folder() / "tests" / kind
+    target = folder / digest
+    with _lock(folder / "lock"):
+        if not target.exists():
+            # another run, of other sources, may be using one of the latest
+            for stale in sorted(folder.glob("[0-9a-f]*"), key=lambda path: path.stat().st_mtime)[:-_KEPT]:
+                shutil.rmtree(stale)
+            with tempfile.TemporaryDirectory(dir=folder, prefix=".making-") as work:
+                (Path(work) / kind).mkdir()
+                make(Path(work) / kind)
+                os.replace(Path(work) / kind, target)
+    return target
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,116 @@
+"""`swarm demo`: the unsplit model's text, and nothing left behind wherever it is interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from swarm.demo import PROMPT
+from swarm.manifest import load_manifest
+from tests.conftest import ChatIds, GreedyReference
+from tests.harness import PATIENCE_S, ROOT, ports_of, run_swarm, still_running, swarm_command, wait_until
+
+TOKENS = 32
+
+
+def test_its_text_is_that_of_the_unsplit_model(
+    smollm2_package: Path, smollm2_tokenizer: Any, chat_ids: ChatIds, greedy_reference: GreedyReference
+) -> None:
+    done = run_swarm("demo", "--json", "--max-new-tokens", str(TOKENS), timeout=2 * PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    expected = greedy_reference(chat_ids(PROMPT), TOKENS)
+    assert not set(expected) & set(load_manifest(smollm2_package).eos_token_ids), "choose a prompt with a longer answer"
+    assert said["token_ids"] == expected
+    assert said["text"] == smollm2_tokenizer.decode(expected)
+    assert said["ttft_s"] > 0
+    assert said["tokens_per_second"] > 0
+    hops = said["hops"]
+    assert [hop["layers"] for hop in hops] == ["0:11", "11:19", "19:30"]
+    parts = ("network_s", "queue_s", "compute_s", "codec_s", "other_s")
+    whole = sum(hop[part] for hop in hops for part in parts) + said["return_s"] + said["client_s"]
+    assert whole == pytest.approx(said["token_s"], rel=0.05)
+
+
+def test_more_peers_than_the_grid_allows_are_refused(smollm2_gguf: Path) -> None:
+    done = run_swarm("demo", "--peers", "9")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: 9 peers")
+
+
+class Run:
+    """A demo as a terminal would run it: a Ctrl-C goes to its whole process group."""
+
+    def __init__(self, folder: Path, cache: Path | None) -> None:
+        self.output = folder / "stdout"
+        self.errors = folder / "stderr"
+        environment = os.environ | ({"XDG_CACHE_HOME": str(cache)} if cache else {})
+        with self.output.open("wb") as out, self.errors.open("wb") as err:
+            self.process = subprocess.Popen(
+                swarm_command("demo", "--max-new-tokens", "400", "--peers", "2"),
+                cwd=ROOT,
+                env=environment | {"TMPDIR": str(folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+    @property
+    def children(self) -> list[psutil.Process]:
+        found: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+        return found
+
+    def interrupt(self) -> None:
+        os.killpg(self.process.pid, signal.SIGINT)
+
+
+@contextmanager
+def running(folder: Path, cache: Path | None = None) -> Iterator[Run]:
+    run = Run(folder, cache)
+    try:
+        yield run
+    finally:
+        run.process.kill()
+        run.process.wait()
+
+
+def converts(run: Run) -> bool:
+    return any("LLMPipeline" in " ".join(child.cmdline()) for child in run.children)
+
+
+def starts_peers(run: Run) -> bool:
+    return any("swarm.tether" in " ".join(child.cmdline()) for child in run.children)
+
+
+def answers(run: Run) -> bool:
+    return run.output.stat().st_size > 10
+
+
+@pytest.mark.parametrize("moment", [converts, starts_peers, answers])
+def test_an_interrupt_leaves_no_process_and_no_port(
+    moment: Callable[[Run], bool], smollm2_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWARM_DEMO_MODEL", str(smollm2_gguf))
+    cache = tmp_path / "cache" if moment is converts else None  # nothing is exported yet there
+    with running(tmp_path, cache) as run:
+        wait_until(lambda: moment(run) or run.process.poll() is not None, moment.__name__)
+        family = run.children
+        ports = ports_of(family)
+        assert family, run.errors.read_text()
+        run.interrupt()
+        assert run.process.wait(timeout=PATIENCE_S) == 130, run.errors.read_text()
+        assert still_running(family) == []
+        assert ports_of(family) == set()
+        assert (len(ports) >= 4) == (moment is answers)  # two peers, each with a DHT
+        assert "Traceback" not in run.errors.read_text()
+        assert list(tmp_path.glob("swarm-demo-*")) == []
