@@ -30,9 +30,9 @@ class Connection:
         """ "ip:port" of the caller as seen here."""
         return self._stream.remote
 
-    def send(self, message: Message) -> None:
-        """Queue it. Raises why the connection ended, if it did."""
-        self._stream.send(message)
+    def send(self, message: Message) -> float:
+        """Queue it; see `Stream.send`. Raises why the connection ended, if it did."""
+        return self._stream.send(message)
 
     def try_send(self, message: Message) -> None:
         """As `send`; where nobody is there any more, nobody misses it."""

@@ -41,7 +41,7 @@ class Shape:
 class Opener(Protocol):
     """The connection that opened a session, as its lane sees it."""
 
-    def send(self, message: Message) -> None: ...
+    def send(self, message: Message) -> float: ...
 
     def try_send(self, message: Message) -> None: ...
 
@@ -216,27 +216,22 @@ class Lane:
         else:
             onward = dataclasses.replace(forward, hidden=outcome.hidden, dtype=self.session.dtype, trace=trace)
             try:
-                self._send(hop, onward)
+                self._codec_s = hop.send(onward)
                 await hop.drain()
             except SwarmError as error:
                 self._tell(error, step=forward.step, peer=hop.peer_id)
 
     async def _answer(self, output: Output) -> None:
         try:
-            self._send(self._opener, output)
+            self._codec_s = self._opener.send(output)
             await self._opener.drain()
         except PeerStalled as error:
             self._opener.abort(error)
         except SwarmError:
             pass  # its connection's end is on its way to the server, which closes the session
 
-    def _send(self, to: Opener | NextHop, message: Message) -> None:
-        began = self._clock()
-        to.send(message)
-        self._codec_s = self._clock() - began
-
     def _trace(self, arrival: Arrival, outcome: StepOutcome) -> HopTrace:
-        """What sending takes is known only when it is done: the step before stands for this one."""
+        """What encoding takes is known only when it is done: the step before stands for this one."""
         now = self._clock()
         waited = now - arrival.at - outcome.compute_s
         return HopTrace(

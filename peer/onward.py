@@ -68,9 +68,9 @@ class NextHop:
             del self.travellers[traveller.name]
             self._idle_since = self._clock()
 
-    def send(self, message: Message) -> None:
-        """Raises PeerLost if the connection is closed."""
-        self._channel.send(message)
+    def send(self, message: Message) -> float:
+        """See `Stream.send`. Raises PeerLost if the connection is closed."""
+        return self._channel.send(message)
 
     async def drain(self) -> None:
         """Wait until the next hop takes more. Raises PeerStalled, PeerLost."""

@@ -114,11 +114,11 @@ class Channel:
         finally:
             del self._asked[request]
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message) -> float:
         """Queue it; see `Stream.send`. Raises why the connection ended, if it did."""
         if self._lost is not None:
             raise self._lost
-        self._stream.send(message)
+        return self._stream.send(message)
 
     async def drain(self) -> None:
         """See `Stream.drain`."""

@@ -30,7 +30,8 @@ class RouteRequest:
     (1: decode; more: a chunk of a prompt); `kv_tokens` of cache that the session needs on every hop.
 
     `numerics` None takes whichever one is cheapest, the same on all hops unless `allow_mixed` is set.
-    `entry_penalty_s` is added for each end of a hop inside its peer's span (a second graph runs there).
+    `entry_penalty_s` is added for each end of a hop inside its peer's span: a second graph runs there, which takes
+    half a millisecond more a step, and seconds of compiling at first use, spread over some hundred steps here.
     `assumed_rtt_s` and `assumed_bytes_per_s` stand in for what nobody measured; cautious on purpose, so
     that a measured way wins. `seed` (any text, such as a client's id) spreads clients over near-equal
     routes: each peer's cost is stretched by a factor of 1 ... 1 + `spread` that depends on (seed, peer).
@@ -44,7 +45,7 @@ class RouteRequest:
     objective: Objective = "latency"
     numerics: Numerics | None = None
     allow_mixed: bool = False
-    entry_penalty_s: float = 0.0005
+    entry_penalty_s: float = 0.02
     assumed_rtt_s: float = 0.1
     assumed_bytes_per_s: float = 12.5e6
     seed: str = ""

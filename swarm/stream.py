@@ -8,6 +8,7 @@ import contextlib
 import logging
 import socket
 import ssl
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -70,14 +71,16 @@ class Stream(asyncio.Protocol):
 
     # ── what the program calls ──
 
-    def send(self, message: Message) -> None:
-        """Queue `message`; its arrays may be reused afterwards. Never waits.
+    def send(self, message: Message) -> float:
+        """Queue `message`; its arrays may be reused afterwards. Never waits. Returns the seconds that encoding took.
 
         Raises PeerLost if the connection is gone, PeerStalled if too much is unsent (the connection is then
         gone), LocalProtocolError if this side may not say it now.
         """
         transport = self._open_transport()
+        began = time.perf_counter()
         buffers = self._connection.data_to_send(message)
+        encoding_s = time.perf_counter() - began
         size = sum(map(len, buffers))
         if size <= _ONE_WRITE:
             transport.write(b"".join(buffers))
@@ -86,6 +89,7 @@ class Stream(asyncio.Protocol):
         below = self._below.get_write_buffer_size() if self._below else 0
         if transport.get_write_buffer_size() + below > self.limits.max_unsent:
             raise self.abort(PeerStalled(f"{self} takes nothing: over {self.limits.max_unsent} bytes are unsent"))
+        return encoding_s
 
     async def drain(self) -> None:
         """Wait until less than the high-water mark is unsent.
