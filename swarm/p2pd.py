@@ -145,6 +145,7 @@ class Daemon:
                 await daemon._wait_ready()
         except BaseException as error:
             daemon.kill()
+            await process.wait()  # its pipes are then closed while the event loop still runs
             if isinstance(error, TimeoutError):
                 raise DirectoryError(f"the DHT daemon {binary} did not start within {timeout:.0f} s") from error
             raise
