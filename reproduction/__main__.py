@@ -28,6 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m reproduction", description=__doc__)
     parser.add_argument("experiment", nargs="?", choices=[*EXPERIMENTS], metavar="NAME")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="append its tables there, as documentation")
     options = parser.parse_args()
     console, progress = Console(), Console(stderr=True)
     if options.experiment is None:
@@ -44,6 +45,9 @@ def main() -> int:
     report.show(console)
     if options.json is not None:
         options.json.write_text(report.to_json() + "\n")
+    if options.markdown is not None:
+        with options.markdown.open("a") as file:
+            file.write(report.to_markdown() + "\n")
     return 0
 
 

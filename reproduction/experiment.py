@@ -45,6 +45,24 @@ class Report:
         }
         return json.dumps(plain, indent=2)
 
+    def to_markdown(self) -> str:
+        """The same as `show`, for the documentation."""
+        lines = [f"### {self.experiment}", "", "| configuration | measured | unit | published |", "|---|--:|---|--:|"]
+        for row in self.rows:
+            published = "" if row.published is None else f"{row.published:g}"
+            lines.append(f"| {row.configuration} | {row.value:.4g} | {row.unit} | {published} |")
+        lines += ["", "| ratio | measured | goal |", "|---|--:|---|"]
+        for name, ratio in self.ratios.items():
+            goal = f"{self.goals[name][0]} {self.goals[name][1]:g}: {self.verdict(name)}" if name in self.goals else ""
+            lines.append(f"| `{name}` | {ratio:.3f} | {goal} |")
+        return "\n".join([*lines, "", *(f"{note[0].upper()}{note[1:]}.  " for note in self.notes), ""])
+
+    def verdict(self, ratio: str) -> str:
+        """`reached` or `NOT reached`, of a ratio that has a goal."""
+        compare, goal = self.goals[ratio]
+        reached = self.ratios[ratio] >= goal if compare == ">=" else self.ratios[ratio] <= goal
+        return "reached" if reached else "NOT reached"
+
     def show(self, console: Console) -> None:
         table = Table(title=self.experiment, title_justify="left")
         table.add_column("configuration")
@@ -56,9 +74,10 @@ class Report:
             table.add_row(row.configuration, f"{row.value:.4g}", row.unit, published)
         console.print(table)
         for name, ratio in self.ratios.items():
-            compare, goal = self.goals.get(name, ("", 0.0))
-            reached = {"": True, ">=": ratio >= goal, "<=": ratio <= goal}[compare]
-            verdict = f"  (goal {compare} {goal:g}: {'reached' if reached else 'NOT reached'})" if compare else ""
+            verdict = ""
+            if name in self.goals:
+                compare, goal = self.goals[name]
+                verdict = f"  (goal {compare} {goal:g}: {self.verdict(name)})"
             console.print(f"{name} = {ratio:.3f}{verdict}", highlight=False)
         for note in self.notes:
             console.print(note, style="dim", highlight=False)
