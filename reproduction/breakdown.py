@@ -1,9 +1,9 @@
 """Where a token's time goes over two real peers, each part measured for itself, and their sum against the token.
 
-Queue (with the hand-over to the device's thread and back), compute and codec (encoding and TLS) are stamped
-by each hop; a way is the difference of two hops' clocks, which are one clock here; the client's part is from
-an answer to the next step. The token is measured apart from all of them, as the time from the first to the last
-token by their count.
+Queue, compute and codec (encoding) are stamped by each hop; the hand-over between its threads is what else a
+step spends there. A way is the difference of two hops' clocks, which are one clock here, TLS and decoding
+included; the client's part is from an answer to the next step. The token is measured apart from all of them,
+as the time from the first to the last token by their count.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def _parts(metrics: Metrics) -> dict[str, float]:
     for number, hop in enumerate(metrics.hops, 1):
         parts |= {
             f"way to hop {number}": hop.network_s,
-            f"hop {number} queue and hand-over": hop.queue_s + hop.other_s,
+            f"hop {number} queue": hop.queue_s,
+            f"hop {number} hand-over": hop.other_s,
             f"hop {number} compute": hop.compute_s,
             f"hop {number} codec": hop.codec_s,
         }

@@ -1,0 +1,121 @@
+"""Case 6: addresses that are none, and initial peers that are all down."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from swarm.cli import app
+from swarm.localswarm import LocalSwarm
+from tests.cases.observer import digest_of
+from tests.harness import listens, run_swarm, wait_until
+
+COMMANDS = {
+    "join": ["join", "model"],
+    "bootstrap": ["bootstrap"],
+    "generate": ["generate", "model", "hello"],
+    "chat": ["chat", "model"],
+    "routes": ["routes", "model"],
+    "models": ["models"],
+    "doctor": ["doctor"],
+}
+MALFORMED = [
+    *("", " ", ":", "localhost", "10.0.0.1", "31337", "10.0.0.1:", ":31337", "10.0.0.1:port", "10.0.0.1:3 1337"),
+    *("10.0.0.1 :31337", " 10.0.0.1:31337", "10.0.0.1:31337\n", "10.0.0.1:0", "10.0.0.1:-1", "10.0.0.1:65536"),
+    *("10.0.0.1:٣", "tcp://10.0.0.1:31337", "/ip4/10.0.0.1/tcp/31337/p2p/Qm", "10.0.0.1:31337#", "::1:31337"),
+    *("10.0.0.1:31337#short", "10.0.0.1:31337#" + "A" * 32, "[::1:31337", "a b:1", "x" * 300 + ":1"),
+]
+
+
+def invoke(words: Sequence[str]) -> Any:
+    return CliRunner().invoke(app, list(words))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_malformed_address_is_named_in_one_line_by_every_command(command: str) -> None:
+    for address in MALFORMED:
+        result = invoke([*COMMANDS[command], "--initial-peer", "127.0.0.1:1", "--initial-peer", address])
+        assert result.exit_code == 2, (address, result.output)
+        (line,) = result.stderr.splitlines()
+        assert line.startswith(f"error: {address!r} is not an address: "), line
+        assert "HOST:PORT" in line
+        assert result.stdout == ""
+
+
+@pytest.mark.parametrize("command", ["join", "bootstrap", "doctor"])
+@pytest.mark.parametrize("address", ["nonsense", "10.0.0.1 :5", "tcp://0.0.0.0:5", "0.0.0.0:99999"])
+def test_so_is_a_place_to_listen_at(command: str, address: str) -> None:
+    result = invoke([*COMMANDS[command], "--listen", address])
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {address!r} is not an address: ")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "routes", "models"])
+def test_a_client_says_that_all_its_initial_peers_are_down(command: str) -> None:
+    dead = [f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"]
+    words = [word for address in dead for word in ("--initial-peer", address)]
+    result = invoke([*COMMANDS[command], *words])
+    assert result.exit_code == 7, result.output
+    *_, last = result.stderr.splitlines()
+    assert last.startswith("error: no peer of the swarm can be reached: ")
+    for address in dead:
+        assert address in last
+
+
+def test_the_doctor_says_it_too() -> None:
+    dead = f"127.0.0.1:{free_port()}"
+    done = run_swarm("doctor", "--initial-peer", dead, "--listen", "127.0.0.1:0", "--json")
+    assert done.returncode == 1
+    findings = json.loads(done.stdout)["findings"]
+    (failed,) = [finding for finding in findings if finding["level"] == "FAIL"]
+    assert dead in failed["text"]
+    assert failed["advice"]
+
+
+def test_one_initial_peer_that_lives_is_enough(standing_swarm: LocalSwarm) -> None:
+    words = [f"--initial-peer=127.0.0.1:{free_port()}", f"--initial-peer={standing_swarm.addresses[-1]}"]
+    result = invoke(["models", *words, "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["models"][0]["digest"] == digest_of(standing_swarm)
+
+
+def test_a_peer_keeps_trying_and_joins_when_the_bootstrap_comes_up(smollm2_package: Path, tmp_path: Path) -> None:
+    places = [f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"]
+    with LocalSwarm(tmp_path, options=["--threads", "1"]) as swarm:
+        peer = swarm.join(smollm2_package, "0:4", name="early", initial=places)
+        wait_until(lambda: peer.log.read_text().count("trying again") or not peer.alive, "it says that it tries again")
+        assert peer.alive, peer.log_tail()
+        assert all(place in peer.log.read_text() for place in places)
+        keeper = swarm.bootstrap(listen=places[1])
+        swarm.wait()
+        digest = digest_of_event(peer.event("announced"))
+        done = run_swarm("models", "--initial-peer", keeper.address, "--json")
+        assert done.returncode == 0, done.stderr
+        assert [model["digest"] for model in json.loads(done.stdout)["models"]] == [digest]
+        # it is a member now, and needs the bootstrap no more
+        keeper.kill()
+        wait_until(lambda: not listens(int(places[1].rpartition(":")[2])), "the bootstrap is gone")
+        done = run_swarm("models", "--initial-peer", places[1], "--initial-peer", peer.address, "--json")
+        assert done.returncode == 0, done.stderr
+        assert [model["digest"] for model in json.loads(done.stdout)["models"]] == [digest]
+        assert "Traceback" not in peer.log.read_text()
+
+
+def digest_of_event(announced: dict[str, Any] | None) -> str:
+    assert announced is not None
+    digest: str = announced["model"]["digest"]
+    return digest
+
+
+def free_port() -> int:
+    """A port where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
