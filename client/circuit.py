@@ -26,9 +26,18 @@ from client.config import ClientConfig
 from client.hop import Hop, close_all
 from client.lines import Lines
 from client.pace import Pace
-from swarm.errors import LocalProtocolError, PeerStalled, PeerUnreachable, RemoteProtocolError, SwarmError
+from swarm.errors import (
+    LocalProtocolError,
+    PeerStalled,
+    PeerUnreachable,
+    ProtocolError,
+    RemoteProtocolError,
+    StepError,
+    SwarmError,
+)
 from swarm.routes import Route
 from swarm.sampling import Sampling
+from swarm.wire.failures import fault_of
 from swarm.wire.messages import Forward, Ids, Output
 from swarm.wire.questions import Pong
 
@@ -169,7 +178,7 @@ class Circuit:
         return sum(not flight.abandoned for flight in self._flights.values()) + len(self._answers)
 
     def send(self, *, start: int, tokens: Ids, rows: int, sampling: Sampling) -> None:
-        """Queue a step of `tokens` [n] int32 at position `start`. Raises PeerLost."""
+        """Queue a step of `tokens` [n] int32 at position `start`. Raises the error of the first fault."""
         forward = Forward(
             session=self._session,
             epoch=self._epoch,
@@ -188,7 +197,7 @@ class Circuit:
             self.hops[0].send(forward)
         except SwarmError as error:
             self._hop_fault(self.hops[0], error)
-            raise
+            raise self.faults[0].error from error
 
     def abandon(self) -> None:
         """The steps under way go on to their end, so that all hops see the same steps, but nobody wants them."""
@@ -314,6 +323,7 @@ class Circuit:
             self._wake.set()
 
     def _hop_fault(self, hop: Hop, error: SwarmError) -> None:
+        error = fault_of(hop.peer_id, error, ProtocolError, StepError)
         self._fault(Fault(error=error, hop=hop, accused=getattr(error, "peer", "") or hop.peer_id))
 
     def _fault(self, fault: Fault) -> None:

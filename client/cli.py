@@ -110,7 +110,9 @@ def chat(
     seed: Seed = None,
     stop: Stop = None,
     system: System = None,
-    context: Annotated[int, typer.Option(help="Tokens of conversation to reserve room for on the peers.")] = 4096,
+    context: Annotated[
+        int, typer.Option(min=2, help="Tokens of conversation to reserve room for on the peers.")
+    ] = ClientConfig.chat_tokens,
     numerics: NumericsOption = "",
 ) -> None:
     """Talk in turns; the peers keep what they have read.
@@ -203,7 +205,12 @@ class _Conversation:
 
 
 async def _connect(
-    model: str, initial_peers: list[str], numerics: str, progress: Progress, *, chat_tokens: int = 4096
+    model: str,
+    initial_peers: list[str],
+    numerics: str,
+    progress: Progress,
+    *,
+    chat_tokens: int = ClientConfig.chat_tokens,
 ) -> SwarmClient:
     config = ClientConfig(numerics=parse_numerics(numerics), chat_tokens=chat_tokens)
     addresses = parse_initial_peers(initial_peers)

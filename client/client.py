@@ -20,14 +20,13 @@ from client.metrics import Meter
 from client.pipeline import Pipeline
 from client.planner import Planner
 from client.text import Codec, Message, Tokenizer
-from swarm import __version__
 from swarm.address import Address
 from swarm.errors import NotCovered, PackageError, PeerError, RemoteProtocolError, RouteError, SwarmError
 from swarm.fetch import fetch_manifest, fetch_parts
-from swarm.manifest import MANIFEST, TOKENIZER, Manifest, check_files, load_manifest
-from swarm.peers import PeerDirectory, find_model, find_peers
+from swarm.greeting import client_hello
+from swarm.manifest import TOKENIZER, Manifest, check_files, load_manifest, package_folder
+from swarm.peers import PeerDirectory, find_model, find_peers, told_on_trust
 from swarm.records import PeerRecord
-from swarm.wire.messages import PROTOCOL_VERSION, Hello
 
 
 class SwarmClient:
@@ -86,23 +85,23 @@ class SwarmClient:
         rng = rng or random.SystemRandom()
         addresses = [peer if isinstance(peer, Address) else Address.parse(peer) for peer in initial_peers]
         async with contextlib.AsyncExitStack() as stack:
-            directory = PeerDirectory(addresses, hello=hello(), timeout=config.connect_timeout_s, clock=wall)
+            directory = PeerDirectory(addresses, hello=client_hello(), timeout=config.connect_timeout_s, clock=wall)
             stack.push_async_callback(directory.close)
             on_event(Event(stage=Stage.LOOKING, text=f"looking for {model}"))
-            local = await asyncio.to_thread(_local_package, model)
-            digest = local.digest if local else (await find_model(directory, str(model))).digest
-            lines = Lines(hello=hello(digest), config=config, clock=clock)
+            package = await asyncio.to_thread(package_folder, model)
+            local = await asyncio.to_thread(load_manifest, package) if package else None
+            digest = local.digest if local else (await find_model(directory, str(model), wall=wall)).digest
+            lines = Lines(hello=client_hello(digest), config=config, clock=clock)
             stack.push_async_callback(lines.close)
-            if local:
-                manifest, folder = local, Path(model)
+            if local and package:
+                manifest, folder = local, package
                 await asyncio.to_thread(check_files, folder, manifest.files([TOKENIZER]))
             else:
                 folder = config.cache_dir / "tokenizers" / digest[:16]
                 records = await find_peers(directory, digest, now=wall())
                 manifest = await _get_package(digest, records, folder, lines, on_event)
             for address in directory.trusted:
-                text = f"{address.place} was taken on trust; name it as {address} to accept nobody else there"
-                on_event(Event(stage=Stage.TRUSTED, text=text))
+                on_event(Event(stage=Stage.TRUSTED, text=told_on_trust(address)))
             tokenizer = await Tokenizer.load(folder)
             planner = Planner(
                 directory, manifest, lines=lines, config=config, seed=f"{rng.getrandbits(64):x}", clock=clock, wall=wall
@@ -218,11 +217,6 @@ class SwarmClient:
         return generate(pipeline, task, meter)
 
 
-def hello(model: str = "") -> Hello:
-    """What a client says of itself; `model` is the digest that it means to use."""
-    return Hello(protocol=PROTOCOL_VERSION, software=f"aipc-swarm {__version__}", role="client", model=model)
-
-
 async def _get_package(
     digest: str, records: Sequence[PeerRecord], folder: Path, lines: Lines, on_event: OnEvent
 ) -> Manifest:
@@ -238,7 +232,7 @@ async def _get_package(
     def progress(done: int, total: int) -> None:
         on_event(Event(stage=Stage.FETCHING, text="fetching the tokenizer", done=done, total=total))
 
-    await fetch_parts(manifest, [TOKENIZER], records, folder, hello=hello(digest), progress=progress)
+    await fetch_parts(manifest, [TOKENIZER], records, folder, hello=client_hello(digest), progress=progress)
     return manifest
 
 
@@ -251,9 +245,3 @@ async def _ask_manifest(digest: str, records: Sequence[PeerRecord], lines: Lines
         except (PeerError, RemoteProtocolError, RouteError, PackageError) as error:
             last = error
     raise last
-
-
-def _local_package(model: str | Path) -> Manifest | None:
-    """The manifest where `model` is a package's directory; None where it is the name of a model."""
-    is_path = isinstance(model, Path) or "/" in model or (Path(model) / MANIFEST).is_file()
-    return load_manifest(Path(model)) if is_path else None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from client.config import ClientConfig
 from client.lines import Line, Lines
-from swarm.errors import PeerError, PeerFailed, ProtocolError, StepError, SwarmError
+from swarm.errors import SwarmError
 from swarm.routes import HopPlan
 from swarm.wire.failures import failure_to_error
 from swarm.wire.messages import (
@@ -133,10 +133,7 @@ class Hop:
         if isinstance(message, Output):
             self._on_output(self, message)
             return
-        error = failure_to_error(message, self.peer_id)
-        if not isinstance(error, (PeerError, ProtocolError, StepError)):
-            error = PeerFailed(f"peer {self.name} cannot go on: {error}", peer=self.peer_id)
-        self._on_fault(self, error)
+        self._on_fault(self, failure_to_error(message, self.peer_id))
 
     def leaving(self, message: Leaving) -> None:
         self.is_leaving = True

@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swarm.address import Address
 from swarm.channel import Channel, measure_link
 from swarm.errors import NotCovered, PeerUnreachable, SwarmError
+from swarm.footprint import kv_bytes, weight_bytes
 from swarm.records import LEAVING, Link, ModelRecord, PeerRecord
 from swarm.routes import Alternative, LeftOut, Route, RouteRequest
 from swarm.routing import choose_route, sift
@@ -227,8 +227,7 @@ Probe = Callable[[PeerRecord, Hello, float], Awaitable[Link]]
 
 async def probe(record: PeerRecord, hello: Hello, timeout: float) -> Link:
     """Connect to the very process that announced `record`, and measure the way. Raises SwarmError."""
-    addresses = [Address.parse(text) for text in record.addresses]
-    channel = await Channel.open([Address(a.host, a.port, record.peer_id) for a in addresses], hello, timeout=timeout)
+    channel = await Channel.open(record.places, hello, timeout=timeout)
     try:
         if channel.hello.incarnation != record.incarnation:
             raise PeerUnreachable("it was restarted since it announced itself", peer=record.peer_id)
@@ -279,9 +278,19 @@ class ModelView:
     def layers_covered(self) -> int:
         return self.model.layers - sum(map(len, self.missing))
 
+    @property
+    def layer_memory(self) -> int:
+        """Bytes of memory that a layer takes on a peer in accuracy, on average."""
+        return weight_bytes(self.model.layer_bytes, "f32")
+
+    @property
+    def kv_token_memory(self) -> int:
+        """Bytes that one cached token adds to that."""
+        return kv_bytes(self.model.kv_layer_elements, "f32")
+
     def to_plain(self) -> dict[str, Any]:
-        """`layer_bytes` is the average size of a layer on disk and in memory, `kv_layer_elements` the numbers
-        that one token adds to a layer's KV cache."""
+        """Averages of a layer: `layer_bytes` on disk, `kv_layer_elements` the numbers that one token adds to its
+        KV cache, and what both take in the memory of a peer in accuracy."""
         return {
             "name": self.model.name,
             "digest": self.model.digest,
@@ -294,6 +303,8 @@ class ModelView:
             "peers": self.peers,
             "layer_bytes": self.model.layer_bytes,
             "kv_layer_elements": self.model.kv_layer_elements,
+            "layer_memory_bytes": self.layer_memory,
+            "kv_token_memory_bytes": self.kv_token_memory,
         }
 
 

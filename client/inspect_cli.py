@@ -15,11 +15,11 @@ from rich.text import Text
 
 from client.inspect import SCHEMA, Inspection, MeasuredLink, ModelView, inspect_swarm, measure, view_model
 from client.options import (
+    USUAL_SESSION_TOKENS,
     InitialPeers,
     JsonFlag,
     ModelArgument,
     NumericsOption,
-    client_hello,
     messages,
     package_manifest,
     parse_initial_peers,
@@ -34,8 +34,9 @@ from swarm.directory import MODELS_TOPIC
 from swarm.engine.base import Numerics
 from swarm.errors import DirectoryError, NotCovered, PeerError, RemoteProtocolError, UnknownModel
 from swarm.fetch import fetch_manifest
+from swarm.greeting import client_hello
 from swarm.manifest import MAX_LAYERS, Manifest
-from swarm.peers import PeerDirectory, find_model, find_peers, served_models
+from swarm.peers import PeerDirectory, find_model, find_peers, served_models, told_on_trust
 from swarm.records import PeerRecord, model_records
 from swarm.routes import Objective, RouteRequest
 
@@ -55,7 +56,9 @@ def routes(
     ] = False,
     every: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="How often --watch looks.")] = 2.0,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step: 1 to decode, more for a prompt's chunk.")] = 1,
-    kv_tokens: Annotated[int, typer.Option(min=0, help="Tokens of KV cache that must be free on each peer.")] = 1,
+    kv_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of KV cache that must be free on each peer; a longer prompt needs more.")
+    ] = USUAL_SESSION_TOKENS,
     objective: Annotated[
         Objective, typer.Option(help="The shortest step for one user, or the least slow stage for many.")
     ] = "latency",
@@ -105,7 +108,7 @@ class _Look:
         self._numerics = numerics
         self._wall = wall
         self._hello = client_hello()
-        self._hidden_size = manifest.hidden_size if manifest else 0
+        self._manifest = manifest
         self._model = (manifest.name, manifest.digest, len(manifest.layers)) if manifest else None
 
     async def __call__(self, directory: PeerDirectory, say: Callable[[str], None]) -> Inspection:
@@ -118,14 +121,14 @@ class _Look:
         records = await find_peers(directory, digest, now=self._wall())
         say(f"measuring the way to {len(records)} peers")
         links = await measure(records, self._hello)
-        if not self._hidden_size:
+        if self._manifest is None:
             say("asking for the manifest")
-            self._hidden_size = await self._ask_hidden_size(records, links, digest)
+            self._manifest = await self._ask_manifest(records, links, digest)
         request = RouteRequest(
             layers=layers,
-            hidden_bytes=(self._hidden_size or _ASSUMED_HIDDEN_SIZE) * _HIDDEN_BYTES,
+            hidden_bytes=(self._manifest.hidden_size if self._manifest else _ASSUMED_HIDDEN_SIZE) * _HIDDEN_BYTES,
             tokens=self._tokens,
-            kv_tokens=self._kv_tokens,
+            kv_tokens=min(self._kv_tokens, self._manifest.context_length) if self._manifest else self._kv_tokens,
             objective=self._objective,
             numerics=self._numerics,
         )
@@ -134,25 +137,26 @@ class _Look:
     @property
     def assumed(self) -> str:
         """What the costs rest on that nobody said; empty where there is nothing."""
-        if self._hidden_size:
+        if self._manifest is not None:
             return ""
         return f"no peer gave its manifest: transfers are counted for a hidden size of {_ASSUMED_HIDDEN_SIZE}"
 
-    async def _ask_hidden_size(self, records: Sequence[PeerRecord], links: dict[str, MeasuredLink], digest: str) -> int:
-        """From the manifest of a peer nearby; 0 where none of a few gives it."""
+    async def _ask_manifest(
+        self, records: Sequence[PeerRecord], links: dict[str, MeasuredLink], digest: str
+    ) -> Manifest | None:
+        """From a peer nearby; None where none of a few gives it."""
         reached = [record for record in records if record.peer_id in links and links[record.peer_id].reachable]
         reached.sort(key=lambda record: links[record.peer_id].rtt_s)
         for record in reached[:_ASKED_FOR_MANIFEST]:
-            addresses = [Address.parse(text) for text in record.addresses]
             try:
-                channel = await Channel.open([Address(a.host, a.port, record.peer_id) for a in addresses], self._hello)
+                channel = await Channel.open(record.places, self._hello)
                 try:
-                    return (await fetch_manifest(channel, digest)).hidden_size
+                    return await fetch_manifest(channel, digest)
                 finally:
                     await channel.close()
             except (*_OTHERS_FAULT, UnknownModel):
                 continue  # the next one; `assumed` says so if there is none
-        return 0
+        return None
 
 
 @contextlib.asynccontextmanager
@@ -172,7 +176,7 @@ async def _once(look: _Look, initial: Sequence[Address], as_json: bool) -> None:
             seen = await look(directory, lambda text: status.update(Text(text)))
         _say_trusted(directory)
     if look.assumed:
-        console.print(Text(f"note: {look.assumed}"))
+        _note(look.assumed)
     if as_json:
         write_json(seen.to_plain())
     else:
@@ -195,7 +199,7 @@ async def _watch(look: _Look, initial: Sequence[Address], every: float, as_json:
                 if as_json and not problem:
                     write_json(seen.to_plain(), indent=None)
                 elif as_json:
-                    messages().print(Text(f"trying again: {problem}"))
+                    _note(f"trying again: {problem}")
                 else:
                     frame = Group(Picture(seen), Text(), _footer(seen, every, problem))
                     console.print(frame) if live is None else live.update(frame, refresh=True)
@@ -227,15 +231,20 @@ async def _models(initial: Sequence[Address], as_json: bool) -> None:
         _say_trusted(directory)
     views: list[ModelView] = [view_model(model, task.result()) for model, task in zip(served, looks, strict=False)]
     if len(served) > _MOST_MODELS:
-        console.print(Text(f"note: the first {_MOST_MODELS} of {len(served)} models"))
+        _note(f"the first {_MOST_MODELS} of {len(served)} models")
     if as_json:
         write_json({"schema": SCHEMA, "models": [view.to_plain() for view in views]})
     elif views:
         results().print(picture_models(views))
     else:
-        console.print(Text("nothing is served here yet; `swarm join PACKAGE` would be the first"))
+        _note("nothing is served here yet; `swarm join PACKAGE` would be the first")
 
 
 def _say_trusted(directory: PeerDirectory) -> None:
     for address in directory.trusted:
-        messages().print(Text(f"note: {address.place} was taken on trust; pin it with --initial-peer {address}"))
+        _note(told_on_trust(address))
+
+
+def _note(text: str) -> None:
+    """Whole on one line, off a terminal too: there are addresses in it to copy."""
+    messages().print(f"note: {text}", soft_wrap=True)

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from client.config import ClientConfig
 from swarm.address import Address
 from swarm.channel import Channel, measure_link
-from swarm.errors import PeerError, PeerLost, PeerUnreachable, RemoteProtocolError, RouteError, SwarmError
+from swarm.errors import PeerLost, PeerUnreachable, SwarmError
 from swarm.records import Link, PeerRecord
 from swarm.wire.messages import Failure, Hello, Leaving, Message, Output
 
@@ -83,7 +83,7 @@ class Lines:
         """An open line to the very process that `record` is about.
 
         Raises PeerUnreachable (also where another process answers there by now), WrongPeer, PeerStalled,
-        or whatever the peer says in its greeting.
+        or whatever `stream.connect` makes of the peer's greeting.
         """
         line = self._open_line(record)
         if line is not None:
@@ -111,16 +111,13 @@ class Lines:
     async def _connect(self, record: PeerRecord) -> Line:
         line = Line()
         addresses = [Address.parse(text) for text in record.addresses]
-        try:
-            line.channel = await Channel.open(
-                [Address(a.host, a.port, record.peer_id) for a in addresses],
-                self._hello,
-                timeout=self._config.connect_timeout_s,
-                on_message=line.on_message,
-                on_lost=line.on_lost,
-            )
-        except RouteError as error:
-            raise PeerUnreachable(f"peer {record.peer_id[:8]}: {error}", peer=record.peer_id) from error
+        line.channel = await Channel.open(
+            [Address(a.host, a.port, record.peer_id) for a in addresses],
+            self._hello,
+            timeout=self._config.connect_timeout_s,
+            on_message=line.on_message,
+            on_lost=line.on_lost,
+        )
         found = line.channel.hello
         if self._closed or found.incarnation != record.incarnation or found.model != record.model:
             await line.channel.close()
@@ -162,7 +159,7 @@ class Lines:
                 try:
                     line = await self.line(record)
                     links[record.peer_id] = await measure_link(line.channel, timeout=config.ping_timeout_s)
-                except (PeerError, RemoteProtocolError):
+                except SwarmError:  # one peer's trouble, of whatever kind, says nothing about the others
                     links[record.peer_id] = _NO_WAY
 
         with contextlib.suppress(TimeoutError):

@@ -15,6 +15,8 @@ from swarm.wire.messages import HopTrace
 class HopTime:
     """One hop's share of a token, on average. `network_s` is the way to it from the hop (or client) before.
 
+    `queue_s` and `compute_s` were measured; `other_s` is what else the step spent there until it was encoded: the
+    hand-over between threads and the turns of the event loop. `codec_s` stands for the encoding after that.
     Where the hops' clocks cannot be compared, the time that no hop accounts for is shared out evenly.
     """
 
@@ -93,7 +95,7 @@ class Meter:
         decode_s = last - first
         # steps over an earlier route had other hops
         steps = [(a, s) for a, s in self._steps if [t.peer for t in a.output.trace] == [peer for peer, _, _ in hops]]
-        legs = [_legs(answer) for answer, _ in steps]
+        ways = [_ways(answer) for answer, _ in steps]
         return Metrics(
             prompt_tokens=prompt_tokens,
             reused_tokens=reused_tokens,
@@ -102,43 +104,51 @@ class Meter:
             total_s=last - self._began,
             tokens_per_second=(self._tokens - 1) / decode_s if decode_s > 0 else 0.0,
             token_s=_mean([seconds for _, seconds in steps]),
-            return_s=_mean([leg[-1] for leg in legs]),
+            return_s=_mean([way.legs[-1] for way in ways]),
             client_s=_mean([seconds - (answer.received_at - answer.sent_at) for answer, seconds in steps]),
             repairs=repairs,
             route=route,
             hops=tuple(
-                _hop_time(hop, [answer.output.trace[place] for answer, _ in steps], [leg[place] for leg in legs])
+                _hop_time(hop, place, [answer.output.trace[place] for answer, _ in steps], ways)
                 for place, hop in enumerate(hops)
             ),
             overheads_s=tuple(seconds - sum(hop.compute_s for hop in answer.output.trace) for answer, seconds in steps),
         )
 
 
-def _hop_time(hop: tuple[str, str, str], traces: Sequence[HopTrace], legs: Sequence[float]) -> HopTime:
+@dataclass(frozen=True)
+class _Ways:
+    """One answer's seconds between the hops: `legs` to each hop and back from the last, without `codecs`, the
+    encoding at the end of each hop. Together they are what no hop accounts for."""
+
+    legs: list[float]
+    codecs: list[float]
+
+
+def _ways(answer: Answer) -> _Ways:
+    trace = answer.output.trace
+    sent = [answer.sent_at, *(hop.sent_at for hop in trace)]
+    received = [*(hop.received_at for hop in trace), answer.received_at]
+    legs = [later - earlier for earlier, later in zip(sent, received, strict=True)]
+    if min(legs) < 0:  # other machines' clocks
+        legs = [(answer.received_at - answer.sent_at - sum(map(_stay, trace))) / len(legs)] * len(legs)
+    # of the step before: this one's may have been shorter, but not longer than the whole leg
+    codecs = [min(hop.codec_s, leg) for hop, leg in zip(trace, legs[1:], strict=True)]
+    return _Ways([legs[0], *(leg - codec for leg, codec in zip(legs[1:], codecs, strict=True))], codecs)
+
+
+def _hop_time(hop: tuple[str, str, str], place: int, traces: Sequence[HopTrace], ways: Sequence[_Ways]) -> HopTime:
     peer_id, name, layers = hop
-    named = [trace.queue_s + trace.compute_s + trace.codec_s for trace in traces]
     return HopTime(
         peer_id=peer_id,
         name=name,
         layers=layers,
         queue_s=_mean([trace.queue_s for trace in traces]),
         compute_s=_mean([trace.compute_s for trace in traces]),
-        codec_s=_mean([trace.codec_s for trace in traces]),
-        other_s=_mean([_stay(trace) - known for trace, known in zip(traces, named, strict=True)]),
-        network_s=_mean(legs),
+        codec_s=_mean([way.codecs[place] for way in ways]),
+        other_s=_mean([_stay(trace) - trace.queue_s - trace.compute_s for trace in traces]),
+        network_s=_mean([way.legs[place] for way in ways]),
     )
-
-
-def _legs(answer: Answer) -> list[float]:
-    """Seconds on the way to each hop, and back from the last: together what no hop accounts for."""
-    trace = answer.output.trace
-    sent = [answer.sent_at, *(hop.sent_at for hop in trace)]
-    received = [*(hop.received_at for hop in trace), answer.received_at]
-    legs = [later - earlier for earlier, later in zip(sent, received, strict=True)]
-    if min(legs) >= 0:
-        return legs  # one machine's clock, or as good as that
-    away = answer.received_at - answer.sent_at - sum(map(_stay, trace))
-    return [away / len(legs)] * len(legs)
 
 
 def _stay(trace: HopTrace) -> float:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from swarm import __version__
+from client.config import GenerationConfig
 from swarm.address import Address
 from swarm.engine.base import Numerics
 from swarm.errors import ConfigError
-from swarm.manifest import MANIFEST, Manifest, load_manifest
-from swarm.wire.messages import PROTOCOL_VERSION, Hello
+from swarm.manifest import Manifest, load_manifest, package_folder
 
+USUAL_SESSION_TOKENS = 128 + GenerationConfig.max_new_tokens
+"""What `swarm generate` asks of each peer for a short prompt: the routes shown are then those that it takes."""
 InitialPeers = Annotated[
     list[str],
     typer.Option(
@@ -61,29 +61,22 @@ def package_manifest(text: str) -> Manifest | None:
 
     Raises PackageError where it is a path without a package.
     """
-    path = Path(text)
-    if (path / MANIFEST).is_file() or len(path.parts) > 1:
-        return load_manifest(path)
-    return None
-
-
-def client_hello(model: str = "") -> Hello:
-    """What a client says of itself; `model` is the digest that it means to use, empty if it only asks."""
-    return Hello(protocol=PROTOCOL_VERSION, software=__version__, role="client", model=model)
+    folder = package_folder(text)
+    return load_manifest(folder) if folder else None
 
 
 def results() -> Console:
-    """Where data goes: stdout."""
-    return Console(highlight=False)
+    """Where data goes: stdout. What is printed is text: peers name themselves, and none of it is markup."""
+    return Console(highlight=False, markup=False, emoji=False)
 
 
 def messages() -> Console:
-    """Where everything goes that is not data: stderr."""
-    return Console(stderr=True, highlight=False)
+    """Where everything goes that is not data: stderr. No markup here either."""
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def write_json(plain: dict[str, Any], *, indent: int | None = 2) -> None:
-    """One object to stdout, readable; with `indent` None on one line."""
-    json.dump(plain, sys.stdout, indent=indent, allow_nan=False)
-    sys.stdout.write("\n")
+    """One object to stdout, readable; with `indent` None on one line. All of it or, where it is no JSON, nothing."""
+    text = json.dumps(plain, indent=indent, allow_nan=False)
+    sys.stdout.write(f"{text}\n")
     sys.stdout.flush()

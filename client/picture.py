@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from client.inspect import Inspection, ModelView, PeerView
+from swarm.footprint import in_words
 from swarm.routes import Alternative, HopPlan, Route
 from swarm.spans import LayerRange
 
@@ -211,7 +212,8 @@ class Picture:
     def _route(self, route: Route) -> Iterator[RenderableType]:
         request = self._seen.request
         per_second = request.tokens / max(route.step_s, 1e-9)
-        title = Text.assemble(("route", "bold"), f"  {route.numerics or 'mixed numerics'}, best {request.objective}: ")
+        title = Text.assemble(("route", "bold"), f"  for {request.kv_tokens} tokens of cache, ")
+        title.append(f"{route.numerics or 'mixed numerics'}, best {request.objective}: ")
         if request.objective == "throughput":
             title.append(f"slowest stage {_ms(route.slowest_s)} ms, {request.tokens / max(route.slowest_s, 1e-9):.1f}")
             title.append(f" tokens/s in all; a step takes {_ms(route.step_s)} ms")
@@ -278,9 +280,12 @@ class Picture:
 
 
 def picture_models(models: Sequence[ModelView]) -> RenderableType:
-    """What a swarm serves, one row a model; below it where the models come from and what is missing."""
+    """What a swarm serves, one row a model; below it where the models come from and what is missing.
+
+    "a layer" and "a token" of its cache are what they take in the memory of a peer in accuracy.
+    """
     table = _table("model", "digest", "weights", "licence")
-    for title in ("layers", "peers", "a layer"):
+    for title in ("layers", "peers", "a layer", "a token"):
         table.add_column(title, justify="right", no_wrap=True)
     notes = Table.grid(padding=(0, 2))
     for view in models:
@@ -288,22 +293,13 @@ def picture_models(models: Sequence[ModelView]) -> RenderableType:
         name = _short(model.name, 28)
         facts = (model.digest[:12], _short(model.weights, 10), _short(model.licence, 14))
         layers = Text(f"{view.layers_covered}/{model.layers}", _GAP_STYLE if view.missing else "green")
-        row = (layers, Text(str(view.peers)), Text(memory(model.layer_bytes)))
+        row = (layers, Text(str(view.peers)), Text(in_words(view.layer_memory)), Text(in_words(view.kv_token_memory)))
         table.add_row(Text(name, "bold"), *map(Text, facts), *row)
         notes.add_row(Text(name), Text(f"from {model.source}", "dim"))
         if view.missing:
             notes.add_row("", Text(f"nobody serves layers {', '.join(map(str, view.missing))}", _GAP_STYLE))
-    return Group(table, Text(), notes)
-
-
-def memory(size: int) -> str:
-    """Bytes for a person: "2.7 MB"."""
-    value = float(size)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
+    legend = Text("a layer, and a token of a layer's cache: the memory that they take on a peer in accuracy", "dim")
+    return Group(table, legend, Text(), notes)
 
 
 def _table(*columns: str, gap: int = 2) -> Table:

@@ -20,7 +20,10 @@ _EVERY_S = 1.0
 
 
 class Progress:
-    """On a terminal one line that changes and goes away; elsewhere a line a second at most."""
+    """On a terminal one line that changes and goes away; elsewhere a line a second at most, and none twice in a row.
+
+    What is waited for is always said.
+    """
 
     def __init__(
         self,
@@ -35,6 +38,7 @@ class Progress:
         self._status: Status | None = None
         self._mid_line = False
         self._quiet_until = clock() + _EVERY_S
+        self._waits_for = self._said = ""
 
     def __enter__(self) -> Self:
         return self
@@ -49,6 +53,10 @@ class Progress:
         """For `SwarmClient.connect(on_event=...)`."""
         if event.stage in (Stage.TRUSTED, Stage.REPAIRING):
             self.note(event.text)
+        elif event.stage is Stage.WAITING and not self._console.is_terminal:
+            if event.text != self._waits_for:
+                self.note(event.text)
+            self._waits_for = event.text
         elif event.stage is not Stage.CONNECTED:
             share = f" {event.done / event.total:.0%}" if event.total else ""
             self._busy(event.text + share, breaks=event.stage is Stage.WAITING)
@@ -83,8 +91,9 @@ class Progress:
     def _busy(self, text: str, *, breaks: bool) -> None:
         """Something takes its time; in the middle of an answer's line only if it `breaks` that."""
         if not self._console.is_terminal:
-            if self._clock() >= self._quiet_until:
+            if self._clock() >= self._quiet_until and text != self._said:
                 self._quiet_until = self._clock() + _EVERY_S
+                self._said = text
                 self._console.print(text, markup=False, soft_wrap=True)
             return
         if self._mid_line and not breaks:

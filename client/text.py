@@ -56,8 +56,7 @@ class Tokenizer:
             tokenizer = cls(openvino_genai.Tokenizer(str(package)))
             tokenizer._genai.decode(tokenizer._ids("a", special=False))  # half a tokenizer loads without a word
         except (RuntimeError, ConfigError) as error:
-            reason = str(error).strip().splitlines()[-1][:200]
-            raise PackageError(f"the tokenizer of {package} cannot be read: {reason}") from error
+            raise PackageError(f"the tokenizer of {package} cannot be read: {_reason(error)}") from error
         return tokenizer
 
     @property
@@ -97,8 +96,7 @@ class Tokenizer:
         try:
             text: str = self._genai.apply_chat_template([dict(message) for message in messages], True)
         except (RuntimeError, ValueError, TypeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ConfigError(f"the model's chat template does not take these messages: {reason}") from error
+            raise ConfigError(f"the model's chat template does not take these messages: {_reason(error)}") from error
         return self.encode(text, special=False)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -109,5 +107,10 @@ class Tokenizer:
         try:
             tokens = self._genai.encode(text, add_special_tokens=special).input_ids
         except (TypeError, UnicodeError, RuntimeError) as error:
-            raise ConfigError(f"the prompt cannot be tokenized: {' '.join(str(error).split())[:120]}") from error
+            raise ConfigError(f"the prompt cannot be tokenized: {_reason(error)}") from error
         return [int(token) for token in tokens.data[0]]
+
+
+def _reason(error: Exception) -> str:
+    """The last line of what OpenVINO says: those before it are positions in its sources."""
+    return ([line.strip() for line in str(error).splitlines() if line.strip()] or ["no reason given"])[-1][:200]

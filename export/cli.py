@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from export.source import Progress as Report
 from swarm.manifest import Manifest
+
+Weights = Literal["keep", "int8", "int4", "f16"]
 
 
 def register(app: typer.Typer) -> None:
@@ -25,7 +27,7 @@ def register(app: typer.Typer) -> None:
 def export(
     source: Annotated[Path, typer.Argument(help="A GGUF file, or a directory with openvino_model.xml.")],
     out: Annotated[Path, typer.Argument(help="The directory to write the package to.")],
-    weights: Annotated[str, typer.Option(help="keep, int8, int4 or f16.")] = "keep",
+    weights: Annotated[Weights, typer.Option(help="Their format; keep takes the source's.")] = "keep",
     name: Annotated[str | None, typer.Option(help="Its name in the swarm; otherwise that of SOURCE.")] = None,
     licence: Annotated[str | None, typer.Option(help="Its licence; otherwise what SOURCE says.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="First run the layers against SOURCE.")] = False,
@@ -37,7 +39,8 @@ def export(
     from export.verify import require_exact, verify_package
 
     differences: list[float] = []
-    with _bars(Console(stderr=True)) as report:
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False)
+    with _bars(console) as report:
 
         def check(package: Path, ir: Path) -> None:
             run = require_exact if weights == "keep" else verify_package
@@ -57,7 +60,7 @@ def export(
     if as_json:
         typer.echo(json.dumps(asdict(summary)))
     else:
-        Console(stderr=True).print(summary.text(), highlight=False, soft_wrap=True)
+        console.print(summary.text(), soft_wrap=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +105,15 @@ class _Summary:
 
 @contextmanager
 def _bars(console: Console) -> Iterator[Report]:
-    """One bar for each thing that is reported."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        tasks = {}
+    """One bar for each thing that is reported; nothing at all, not even an empty line, where nothing is."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    progress = Progress(*columns, console=console)
+    with ExitStack() as stack:
+        tasks: dict[str, TaskID] = {}
 
         def report(what: str, done: int, total: int) -> None:
+            if not tasks:
+                stack.enter_context(progress)
             if what not in tasks:
                 tasks[what] = progress.add_task(what, total=None)
             progress.update(tasks[what], completed=done, total=total or None)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from swarm.address import Address
 from swarm.channel import Channel, measure_link
 from swarm.directory import MAX_TTL_S, Directory
-from swarm.errors import ConfigError, DirectoryError, PeerError, PeerStalled, RemoteProtocolError
+from swarm.errors import ConfigError, DirectoryError, PeerStalled, SwarmError
 from swarm.identity import Identity
 from swarm.peers import find_peers
 from swarm.records import LEAVING, MAX_LINKS, Link, ModelRecord, PeerRecord
@@ -199,13 +199,13 @@ class _Way:
         self._bytes_per_s = 0.0
 
     async def measure(self, hello: Hello) -> None:
-        """Sets `link`; infinite where the peer cannot be reached."""
+        """Sets `link`; infinite where that fails, for whatever reason: others go on being measured."""
         try:
             channel = await self._open(hello)
             link = await measure_link(channel, timeout=self._config.ping_timeout_s)
             if self._config.payload and not self._bytes_per_s:
                 self._bytes_per_s = await self._bandwidth(channel)
-        except (PeerError, RemoteProtocolError) as error:
+        except SwarmError as error:
             _log.info("no way to peer %s: %s", self.record.peer_id[:8] if self.record else "?", error)
             self.link = _UNREACHABLE
             await self.close()

@@ -1,41 +1,31 @@
-"""What this machine can hold, and which layers the swarm needs most from it. Pure.
-
-Memory of a peer = an empty peer + weights + KV cache:
-
-- Weights: the CPU plugin keeps its own, repacked copies; the file's pages are released after it. In f32 it
-  packs a layer twice, once for steps of up to about 6 tokens and once for longer ones. Measured on
-  SmolLM2-135M Q4_1 (scales for every 32 weights, which the plugin widens): middle layers take 2.5 of their
-  bytes on disk in accuracy and 1.5 in performance, the whole model 1.5 and 1.0 (the embedding stays in its file).
-- KV: the plugin doubles the room of a cache that has outgrown it.
-"""
+"""What this machine can hold, and which layers the swarm needs most from it. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from swarm.errors import ConfigError
+from swarm.footprint import EMPTY_PEER_BYTES, USUAL_KV_TOKENS, in_words, kv_bytes, weight_bytes
 from swarm.manifest import Manifest
 from swarm.spans import LayerRange
 
-# Python, OpenVINO and its plugin 100 MB, hivemind with torch 260 MB, activations of one chunk 25 MB.
-EMPTY_PEER_BYTES = 400_000_000
-WEIGHT_FACTOR = 2.5
-KV_GROWTH = 2.0
-# A stored number's bytes; u8 has a scale and a zero point, 8 bytes for each head of 64 or more.
-_KV_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "u8": 1.125, "i8": 1.125, "u4": 0.625}
 # Layers are compared before their own speed is known; a peer that was measured replaces this.
 _USUAL_LAYER_TIME_S = 1e-3
 
 
 def kv_token_bytes(manifest: Manifest, span: LayerRange, kv: str) -> int:
     """Bytes that one cached token may take over `span`; `kv` as `Numerics.kv` (unknown counts as f32)."""
-    bytes_each = max(_KV_BYTES.get(part, 4.0) for part in kv.split("+"))
-    return int(manifest.kv_elements(span) * bytes_each * KV_GROWTH)
+    return kv_bytes(manifest.kv_elements(span), kv)
+
+
+def usual_kv_tokens(manifest: Manifest, wanted: int | None = None) -> int:
+    """For how many cached tokens a span must leave room; `wanted` is what somebody asked for."""
+    return min(wanted or USUAL_KV_TOKENS, manifest.context_length)
 
 
 def needed_bytes(manifest: Manifest, span: LayerRange, *, kv: str, kv_tokens: int) -> int:
     """Resident memory of a peer that serves `span` with `kv_tokens` cached."""
-    weights = int(manifest.span_bytes(span) * WEIGHT_FACTOR)
+    weights = weight_bytes(manifest.span_bytes(span), kv)
     return EMPTY_PEER_BYTES + weights + kv_tokens * kv_token_bytes(manifest, span, kv)
 
 
@@ -108,8 +98,8 @@ def choose_span(
     if not fitting:
         least = min(choices, key=cost.__getitem__)
         raise ConfigError(
-            f"{memory / 1e9:.2f} GB hold no part of {manifest.name}: layers {least}, the smallest, need "
-            f"{cost[least] / 1e9:.2f} GB with {kv_tokens} tokens cached; allow more memory or fewer tokens"
+            f"{in_words(memory)} hold no part of {manifest.name}: layers {least}, the smallest, need "
+            f"{in_words(cost[least])} with {kv_tokens} tokens cached; allow more memory or fewer tokens"
         )
 
     def after(span: LayerRange) -> list[float]:
@@ -117,9 +107,11 @@ def choose_span(
         # Rounded, so that sums of the same rates in another order tie, and the first span wins.
         return sorted(round(rate + own * (layer in span), 6) for layer, rate in enumerate(served))
 
-    def filled(span: LayerRange) -> int:
-        return sum(served[layer] <= 0 for layer in span)
-
-    if any(map(filled, fitting)):
-        return max(fitting, key=lambda span: (filled(span), -len(span)))
+    if any(layers_filled(span, served) for span in fitting):
+        return max(fitting, key=lambda span: (layers_filled(span, served), -len(span)))
     return max(fitting, key=after)
+
+
+def layers_filled(span: LayerRange, served: Sequence[float]) -> int:
+    """How many layers of `span` nobody serves; `served` is `service_rates` of the others."""
+    return sum(served[layer] <= 0 for layer in span)

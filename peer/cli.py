@@ -19,6 +19,7 @@ from peer.config import JoinConfig, parse_bytes
 from peer.report import Progress as Hear
 from peer.report import Report
 from swarm.address import Address
+from swarm.engine.base import Precision
 from swarm.folders import cache_folder
 from swarm.spans import LayerRange
 
@@ -54,7 +55,7 @@ def join(
     dht_port: DhtPort = None,
     device: Annotated[str, typer.Option(help="An OpenVINO device.")] = "CPU",
     precision: Annotated[
-        str, typer.Option(help="accuracy (f32: the unsplit model's tokens) or performance (the device's default).")
+        Precision, typer.Option(help="f32, which gives the unsplit model's tokens, or the device's default.")
     ] = "accuracy",
     max_memory: Annotated[
         str | None, typer.Option(metavar="6GB", help="What it may take in all; otherwise 70 % of what is free.")
@@ -65,7 +66,9 @@ def join(
     name: Name = "",
     cache_dir: Annotated[Path | None, typer.Option(help="Where fetched files and compiled graphs go.")] = None,
     wait: Wait = None,
-    grace: Annotated[float, typer.Option(help="Seconds that sessions have to move on when it leaves.")] = 5.0,
+    grace: Annotated[
+        float, typer.Option(help="Seconds that sessions have to move on when it leaves.")
+    ] = JoinConfig.grace_s,
     as_json: AsJson = False,
     verbose: Verbose = 0,
 ) -> None:
@@ -117,6 +120,11 @@ def bootstrap(
     _run(config, as_json=as_json, verbose=verbose)
 
 
+def messages() -> Console:
+    """Stderr, without markup: names and addresses come from people and from other machines."""
+    return Console(stderr=True, markup=False, emoji=False, highlight=False)
+
+
 class ConsoleReport:
     """`Report` on a terminal: phases and bars on stderr; on stdout the address, or JSON lines."""
 
@@ -125,7 +133,7 @@ class ConsoleReport:
         self._as_json = as_json
 
     def phase(self, phase: str, text: str, /, **facts: object) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True, style="bold" if phase == "announced" else None)
+        self._console.print(text, soft_wrap=True, style="bold" if phase == "announced" else None)
         if self._as_json:
             typer.echo(json.dumps({"phase": phase, **facts}))
         elif phase == "announced":
@@ -133,11 +141,11 @@ class ConsoleReport:
             typer.echo(str(facts["address"]))
 
     def say(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True, markup=False, style="yellow")
+        self._console.print(text, soft_wrap=True, style="yellow")
 
     @contextmanager
     def bar(self, text: str) -> Iterator[Hear]:
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         with Progress(
             *columns,
             TimeRemainingColumn(),
@@ -154,7 +162,7 @@ def _run(config: JoinConfig, *, as_json: bool, verbose: int) -> None:
     from peer.join import join as run
     from peer.stopping import Interrupted
 
-    console = Console(stderr=True)
+    console = messages()
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
     # a terminal gets lines that fit it and spare the bars; a file gets them whole
     handler = RichHandler(console=console, show_path=False) if console.is_terminal else logging.StreamHandler()

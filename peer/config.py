@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarm.address import Address
+from swarm.engine.base import PRECISIONS
 from swarm.errors import ConfigError
 from swarm.spans import LayerRange
 
 DEFAULT_PORT = 31337
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-_PRECISIONS = ("accuracy", "performance")
 
 
 def parse_bytes(text: str) -> int:
@@ -85,11 +85,11 @@ class JoinConfig:
     name: str = ""
     cache_dir: Path
     wait_s: float | None = None
-    grace_s: float = 20.0
+    grace_s: float = 5.0
 
     def __post_init__(self) -> None:
-        if self.precision not in _PRECISIONS:
-            raise ConfigError(f"precision is {self.precision!r}; it must be {' or '.join(_PRECISIONS)}")
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"precision is {self.precision!r}; it must be {' or '.join(PRECISIONS)}")
         if self.max_memory is not None and self.max_memory <= 0:
             raise ConfigError(f"max_memory is {self.max_memory!r}; it must be over 0 bytes")
         if self.kv_tokens is not None and self.kv_tokens < 1:

@@ -20,7 +20,8 @@ class Connection:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._tasks: set[asyncio.Task[Message]] = set()
+        self._tasks: set[asyncio.Task[Message | None]] = set()
+        self.turn = asyncio.Lock()  # of its requests whose answers are large: one at a time
 
     def __repr__(self) -> str:
         return f"<connection from {self._stream.remote}>"
@@ -41,6 +42,10 @@ class Connection:
         except SwarmError:
             _log.debug("%s is gone before it heard %s", self.remote, message.kind)
 
+    def allow_payload(self, size: int) -> None:
+        """See `Stream.allow_payload`."""
+        self._stream.allow_payload(size)
+
     async def drain(self) -> None:
         """Raises PeerStalled, PeerLost."""
         await self._stream.drain()
@@ -50,7 +55,9 @@ class Connection:
         if len(self._tasks) >= _MOST_TASKS:
             raise PeerBusy(f"{len(self._tasks)} requests of this connection are under way; wait for answers first")
 
-    def spawn(self, work: Coroutine[Any, Any, Message], done: Callable[[asyncio.Task[Message]], None]) -> None:
+    def spawn(
+        self, work: Coroutine[Any, Any, Message | None], done: Callable[[asyncio.Task[Message | None]], None]
+    ) -> None:
         """Run `work` until the connection ends; `done` hears how it went."""
         task = asyncio.create_task(work)
         self._tasks.add(task)

@@ -4,6 +4,8 @@
 
     listen ─► meet the initial peers ─┬─► DHT ─────────────────────────────────────► listening ─┐
     (as a member without layers)      └─► choose span ─► fetch ─► check ─► self-test ─► load ───┴─► announce
+                                          ▲                         │
+                                          └─── others serve it now ─┘
     ... until Ctrl-C ... ─► say "leaving" ─► sessions move on ─► close
 
 The port is taken first, so that nothing is loaded in vain; the peer answers look-ups from the moment its
@@ -16,43 +18,40 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
-import importlib
-import itertools
-import math
 import os
+import random
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from peer.announce import Announcer
 from peer.config import JoinConfig
-from peer.desk import Desk
+from peer.desk import Desk, Shelf
+from peer.meeting import Meeting
 from peer.offer import Offer
-from peer.places import advertised_addresses, advertised_hosts, directory_port, listening_places
+from peer.places import advertised_addresses, listening_places
 from peer.report import Report
-from peer.selftest import self_test
+from peer.selftest import SelfTest, self_test
 from peer.server import PeerServer
 from peer.service import SpanService
 from peer.span import load_span
 from peer.stopping import Stop
-from peer.supply import check_supply, choose_supply, fetch_supply
-from swarm import __version__
+from peer.supply import Supply, check_supply, choose_supply, fetch_supply, reconsider
 from swarm.address import Address
-from swarm.errors import ConfigError, DirectoryError, EngineError, PeerError, SwarmError, WrongPeer
+from swarm.engine.device import check_device
+from swarm.errors import ConfigError, DirectoryError, EngineError, PeerError, SwarmError, first_error
 from swarm.folders import state_folder
+from swarm.greeting import peer_hello
 from swarm.identity import Identity, held_default_identity, held_identity
 from swarm.peers import PeerDirectory
-from swarm.wire.messages import PROTOCOL_VERSION, Hello
-from swarm.wire.questions import AskDht, DhtAddresses
+from swarm.wire.messages import Hello
 
 if TYPE_CHECKING:
     from swarm.dht import HivemindDirectory
 
-T = TypeVar("T")
-SOFTWARE = f"aipc-swarm/{__version__}"
-_ASK_TIMEOUT_S = 5.0
-_BACK_OFF_S = (0.5, 1.0, 2.0, 5.0)
+_SECOND_THOUGHTS = 2
+_APART_S = 1.0
 
 
 async def join(config: JoinConfig, report: Report) -> None:
@@ -65,11 +64,20 @@ async def join(config: JoinConfig, report: Report) -> None:
 class Peer:
     """One peer's life."""
 
-    def __init__(self, config: JoinConfig, identity: Identity, report: Report, stop: Stop) -> None:
+    def __init__(
+        self,
+        config: JoinConfig,
+        identity: Identity,
+        report: Report,
+        stop: Stop,
+        *,
+        rng: random.Random | None = None,
+    ) -> None:
         self._config = config
         self._identity = identity
         self._report = report
         self._stop = stop
+        self._rng = rng or random.SystemRandom()
         self._name = config.name or socket.gethostname()[:64]
         self._incarnation = time.time_ns() // 1_000_000
         self._model = ""
@@ -102,8 +110,11 @@ class Peer:
     # -- the beginning
 
     async def _begin(self, stack: contextlib.AsyncExitStack) -> Announcer | None:
+        if self._config.package is not None:
+            await asyncio.to_thread(check_device, self._config.device)
         await self._listen()
-        directory, service, offer = await self._prepare(stack)
+        meeting = Meeting(self._config, self._report, hello=self._hello, stack=stack)
+        directory, service, offer = await self._prepare(meeting)
         if service is None or offer is None:
             self._announced(directory, None)
             return None
@@ -115,21 +126,19 @@ class Peer:
             model=offer.model,
             hello=self._hello,
         )
-        await self._until_it_works(announcer.announce_now)
+        await meeting.until_it_works(announcer.announce_now)
         self._announced(directory, offer)
         return announcer
 
-    async def _prepare(
-        self, stack: contextlib.AsyncExitStack
-    ) -> tuple[HivemindDirectory, SpanService | None, Offer | None]:
+    async def _prepare(self, meeting: Meeting) -> tuple[HivemindDirectory, SpanService | None, Offer | None]:
         """The DHT and the span, side by side."""
-        seeds, contact = await self._meet(stack)
+        seeds, contact = await meeting.meet()
         try:
             async with asyncio.TaskGroup() as group:
-                dht = group.create_task(self._open_dht(stack, seeds))
+                dht = group.create_task(self._open_dht(meeting, seeds))
                 span = group.create_task(self._load(contact)) if self._config.package is not None else None
         except ExceptionGroup as failed:
-            raise _first(failed) from None
+            raise first_error(failed) from None
         service, offer = span.result() if span is not None else (None, None)
         return dht.result(), service, offer
 
@@ -146,59 +155,8 @@ class Peer:
             self._host = place.host
             return
 
-    async def _meet(self, stack: contextlib.AsyncExitStack) -> tuple[tuple[str, ...], PeerDirectory | None]:
-        """Where the DHT of the initial peers is, and a way to ask them; tried again while they do not answer."""
-        if not self._config.initial_peers:
-            return (), None
-        contact = PeerDirectory(self._config.initial_peers, hello=self._hello())
-        stack.push_async_callback(contact.close)
-
-        async def ask() -> tuple[str, ...]:
-            channel = await contact.channel()
-            question = AskDht(request=channel.next_request())
-            answer = await channel.ask(question, DhtAddresses, timeout=_ASK_TIMEOUT_S)
-            if not answer.addresses:
-                raise DirectoryError(f"the peer at {channel.remote} has no DHT yet")
-            return answer.addresses
-
-        seeds = await self._until_it_works(ask)
-        for address in contact.trusted:
-            self._report.say(f"{address} is taken on trust; write it like this to be sure whom you meet")
-        return seeds, contact
-
-    async def _until_it_works(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Try again, saying so, for as long as the config allows."""
-        deadline = math.inf if self._config.wait_s is None else time.monotonic() + self._config.wait_s
-        said = ""
-        for pause in itertools.chain(_BACK_OFF_S, itertools.repeat(_BACK_OFF_S[-1])):
-            try:
-                return await attempt()
-            except WrongPeer:
-                raise
-            except (PeerError, DirectoryError) as error:
-                if time.monotonic() + pause > deadline:
-                    raise
-                if str(error) != said:
-                    said = str(error)
-                    self._report.say(f"{said}; trying again")
-            await asyncio.sleep(pause)
-        raise AssertionError("the pauses never end")
-
-    async def _open_dht(self, stack: contextlib.AsyncExitStack, seeds: tuple[str, ...]) -> HivemindDirectory:
-        # hivemind brings torch: seconds of import that the self-test's process uses meanwhile
-        dht = await asyncio.to_thread(importlib.import_module, "swarm.dht")
-        port = self._config.dht_port
-        if port is None:
-            port = directory_port(self._host, self._server.port)
-        directory: HivemindDirectory = await dht.HivemindDirectory.start(
-            host=self._host,
-            port=port,
-            announce_hosts=advertised_hosts(self._host),
-            initial=seeds,
-            patience_s=math.inf if self._config.wait_s is None else self._config.wait_s,
-            say=self._report.say,
-        )
-        stack.push_async_callback(directory.close)
+    async def _open_dht(self, meeting: Meeting, seeds: tuple[str, ...]) -> HivemindDirectory:
+        directory = await meeting.open_dht(self._host, self._server.port, seeds)
         self._desk.open_directory(directory, lambda: directory.addresses)
         self._report.phase(
             "listening",
@@ -211,8 +169,46 @@ class Peer:
 
     async def _load(self, contact: PeerDirectory | None) -> tuple[SpanService, Offer]:
         """From PACKAGE to a span that computes and passed its test."""
-        config, report = self._config, self._report
+        config = self._config
         supply = await choose_supply(config, contact, self._hello(), peer_id=self._identity.peer_id)
+        shelf, tested = await self._try(supply, contact)
+        for _ in range(_SECOND_THOUGHTS):
+            better = await self._reconsider(supply, contact)
+            if better is supply:
+                break
+            supply = better
+            shelf, tested = await self._try(supply, contact)
+        serving = await asyncio.to_thread(load_span, config, supply)
+        self._report.phase(
+            "loaded",
+            f"loaded on {config.device}, room for {serving.limits.kv_total} tokens",
+            kv_total=serving.limits.kv_total,
+        )
+        service = SpanService(serving, peer_id=self._identity.peer_id, hello=self._hello, on_failed=self._device_failed)
+        self._desk.stock(shelf)
+        self._model = supply.manifest.digest
+        return service, Offer.of(
+            serving, shelf, tested, peer_id=self._identity.peer_id, incarnation=self._incarnation, device=config.device
+        )
+
+    async def _reconsider(self, supply: Supply, contact: PeerDirectory | None) -> Supply:
+        """Another choice where others have filled the gap meanwhile: volunteers that come together choose the same."""
+        if contact is None or self._config.layers is not None:
+            return supply
+        # so that they do not all look again, and choose alike, at the same moment
+        await asyncio.sleep(self._rng.uniform(0, _APART_S))
+        try:
+            better = await reconsider(self._config, supply, contact, peer_id=self._identity.peer_id)
+        except (PeerError, DirectoryError) as error:
+            self._report.say(f"whether others serve layers {supply.span} by now cannot be told: {error}")
+            return supply
+        if better is not supply:
+            self._report.say(f"others serve layers {supply.span} by now; layers {better.span} are missing more")
+        return better
+
+    async def _try(self, supply: Supply, contact: PeerDirectory | None) -> tuple[Shelf, SelfTest]:
+        """Bring the files of a span here, check them, and see whether it runs."""
+        config, report = self._config, self._report
         manifest, span = supply.manifest, supply.span
         report.phase(
             "chosen",
@@ -242,18 +238,7 @@ class Peer:
             prefill_time_s=tested.prefill_time_s,
             numerics=tested.numerics,
         )
-        serving = await asyncio.to_thread(load_span, config, supply)
-        report.phase(
-            "loaded",
-            f"loaded on {config.device}, room for {serving.limits.kv_total} tokens",
-            kv_total=serving.limits.kv_total,
-        )
-        service = SpanService(serving, peer_id=self._identity.peer_id, hello=self._hello, on_failed=self._device_failed)
-        self._desk.stock(shelf)
-        self._model = manifest.digest
-        return service, Offer.of(
-            serving, shelf, tested, peer_id=self._identity.peer_id, incarnation=self._incarnation, device=config.device
-        )
+        return shelf, tested
 
     def _announced(self, directory: HivemindDirectory, offer: Offer | None) -> None:
         address = self._address()
@@ -289,14 +274,7 @@ class Peer:
     # -- what others see
 
     def _hello(self) -> Hello:
-        return Hello(
-            protocol=PROTOCOL_VERSION,
-            software=SOFTWARE,
-            role="peer",
-            model=self._model,
-            name=self._name,
-            incarnation=self._incarnation,
-        )
+        return peer_hello(model=self._model, name=self._name, incarnation=self._incarnation)
 
     def _addresses(self) -> list[str]:
         return advertised_addresses(self._host, self._server.port)
@@ -316,11 +294,3 @@ def _identity(config: JoinConfig) -> Iterator[Identity]:
     else:
         with held_default_identity(state_folder()) as identity:
             yield identity
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error to show: one that is a bug before one of ours."""
-    errors: list[BaseException] = []
-    for error in group.exceptions:
-        errors.append(_first(error) if isinstance(error, BaseExceptionGroup) else error)
-    return min(errors, key=lambda error: isinstance(error, SwarmError))

@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -20,22 +19,13 @@ from peer.onward import NextHop
 from peer.sessions import Arrival, Session, SessionTable
 from peer.worker import StepOutcome, Worker
 from swarm.engine.base import Engine, Step
-from swarm.errors import BadStep, ContextExceeded, PeerFailed, PeerStalled, SwarmError
+from swarm.errors import BadStep, ContextExceeded, LocalProtocolError, PeerFailed, PeerLost, PeerStalled, SwarmError
 from swarm.sampling import Choice
 from swarm.wire.failures import error_to_failure
 from swarm.wire.messages import Failure, Forward, HopTrace, Message, Output
 
 _log = logging.getLogger(__name__)
 _NO_IDS = np.empty(0, np.int32)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What a step is checked against."""
-
-    layers: int
-    hidden_size: int
-    vocab_size: int
 
 
 class Opener(Protocol):
@@ -51,41 +41,33 @@ class Opener(Protocol):
         """It takes nothing any more: end it."""
 
 
-def step_of(forward: Forward, session: Session, key: str, shape: Shape) -> Step:
-    """The step that `forward` asks for. Raises BadStep, ContextExceeded; the session is as it was then."""
-    first, last = session.span.first == 0, session.span.last == shape.layers
-    count = len(forward.tokens)
+def step_of(forward: Forward, session: Session, key: str, *, is_last: bool) -> Step:
+    """The step that `forward` asks for, as far as the session goes; its numbers the engine looks at, off the loop.
+
+    Raises BadStep, ContextExceeded; the session is as it was then.
+    """
+    end = forward.start + len(forward.tokens)
     if forward.start > session.length:
         raise BadStep(
             f"a step starts at position {forward.start}, beyond the cache of session {session.name}, "
             f"which ends at {session.length}"
         )
-    if forward.start + count > session.max_tokens:
-        raise ContextExceeded(
-            f"session {session.name} reserved {session.max_tokens} tokens and the step ends at {forward.start + count}"
-        )
-    low, high = int(forward.tokens.min()), int(forward.tokens.max())
-    if low < 0 or high >= shape.vocab_size:
-        raise BadStep(f"token id {low if low < 0 else high} is not in the vocabulary of {shape.vocab_size}")
-    if first and forward.hidden is not None:
-        raise BadStep("the span with layer 0 takes token ids, and the step brings hidden states")
-    if not first:
-        if forward.hidden is None:
-            raise BadStep(f"layers {session.span} take hidden states, and the step brings none")
-        if forward.hidden.shape != (count, shape.hidden_size):
-            raise BadStep(f"hidden states are {forward.hidden.shape}, not {(count, shape.hidden_size)}")
-        # OpenVINO would take them; whether they are finite the engine looks at, off the event loop
+    if end > session.max_tokens:
+        raise ContextExceeded(f"session {session.name} reserved {session.max_tokens} tokens and the step ends at {end}")
     return Step(
         session=key,
         start=forward.start,
         tokens=forward.tokens,
         hidden=forward.hidden,
-        rows=forward.rows if last else 0,
+        rows=forward.rows if is_last else 0,
     )
 
 
 class Lane:
-    """The steps of `session` in its present epoch, on `engine`, which knows the session as `key`."""
+    """The steps of `session` in its present epoch, on `engine`, which knows the session as `key`.
+
+    `is_last`: its span ends with the model, so that tokens come out.
+    """
 
     def __init__(
         self,
@@ -94,7 +76,7 @@ class Lane:
         opener: Opener,
         engine: Engine,
         key: str,
-        shape: Shape,
+        is_last: bool,
         peer_id: str,
         table: SessionTable,
         worker: Worker,
@@ -107,7 +89,7 @@ class Lane:
         self.key = key
         self.hop: NextHop | None = None
         self._opener = opener
-        self._shape = shape
+        self._is_last = is_last
         self._peer_id = peer_id
         self._table = table
         self._worker = worker
@@ -117,7 +99,6 @@ class Lane:
         self._wake = asyncio.Event()
         self._last_step = 0
         self._codec_s = 0.0
-        self._is_last = session.span.last == shape.layers
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -166,8 +147,9 @@ class Lane:
     async def _serve(self, arrival: Arrival) -> None:
         forward = arrival.forward
         length = None
+        waited = self._clock() - arrival.at
         try:
-            step = step_of(forward, self.session, self.key, self._shape)
+            step = step_of(forward, self.session, self.key, is_last=self._is_last)
             outcome = await self._compute(forward, step)
             length = step.end
             self.session.remember(forward)
@@ -184,7 +166,7 @@ class Lane:
             return
         finally:
             self._table.finish(self.session, length=length)
-        await self._deliver(arrival, outcome)
+        await self._deliver(arrival, outcome, waited)
 
     async def _compute(self, forward: Forward, step: Step) -> StepOutcome:
         if not self._is_last:
@@ -194,11 +176,11 @@ class Lane:
             history = np.concatenate([self.session.history[: step.start], step.tokens])
         return await self._worker.run(self.engine, step, forward.sampling, history)
 
-    async def _deliver(self, arrival: Arrival, outcome: StepOutcome) -> None:
+    async def _deliver(self, arrival: Arrival, outcome: StepOutcome, waited: float) -> None:
         """Onward, or to the opener; waits while that side takes no more."""
         forward, hop = arrival.forward, self.hop
         self._last_step = forward.step
-        trace = (*forward.trace, self._trace(arrival, outcome))
+        trace = (*forward.trace, self._trace(arrival, outcome, waited))
         if self._is_last:
             await self._answer(_output(forward, outcome.choices, trace))
         elif hop is None:
@@ -218,8 +200,10 @@ class Lane:
             try:
                 self._codec_s = hop.send(onward)
                 await hop.drain()
+            except LocalProtocolError as error:
+                self._tell(error, step=forward.step)  # this peer's own: f16 cannot hold it, or it is too large
             except SwarmError as error:
-                self._tell(error, step=forward.step, peer=hop.peer_id)
+                self._tell(hop.fault(error), step=forward.step, peer=hop.peer_id)
 
     async def _answer(self, output: Output) -> None:
         try:
@@ -227,20 +211,20 @@ class Lane:
             await self._opener.drain()
         except PeerStalled as error:
             self._opener.abort(error)
-        except SwarmError:
+        except PeerLost:
             pass  # its connection's end is on its way to the server, which closes the session
+        except SwarmError as error:
+            self._tell(error, step=output.step)
 
-    def _trace(self, arrival: Arrival, outcome: StepOutcome) -> HopTrace:
+    def _trace(self, arrival: Arrival, outcome: StepOutcome, waited: float) -> HopTrace:
         """What encoding takes is known only when it is done: the step before stands for this one."""
-        now = self._clock()
-        waited = now - arrival.at - outcome.compute_s
         return HopTrace(
             peer=self._peer_id,
-            queue_s=max(0.0, waited),
+            queue_s=waited + outcome.queue_s,
             compute_s=outcome.compute_s,
             codec_s=self._codec_s,
             received_at=arrival.at,
-            sent_at=now + self._codec_s,
+            sent_at=self._clock(),
         )
 
     def _tell(self, error: SwarmError, *, step: int, peer: str = "") -> None:

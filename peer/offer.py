@@ -9,8 +9,8 @@ from peer.desk import Shelf
 from peer.selftest import SelfTest
 from peer.service import Load, Serving
 from peer.supply import held_layers
-from swarm import __version__
 from swarm.engine.base import Numerics
+from swarm.greeting import SOFTWARE
 from swarm.manifest import Manifest, layer_part
 from swarm.records import ModelRecord, PeerRecord
 from swarm.spans import LayerRange
@@ -68,7 +68,7 @@ class Offer:
             sessions=load.sessions,
             queue=load.queue,
             state=load.state,
-            software=f"aipc-swarm/{__version__}",
+            software=SOFTWARE,
             announced_at=0.0,
             expires_at=0.0,
         )

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from swarm.address import Address
 from swarm.channel import Channel
-from swarm.errors import PeerError, PeerUnreachable, SwarmError
-from swarm.wire.failures import failure_to_error
+from swarm.errors import PeerUnreachable, SwarmError, UnknownSession
+from swarm.wire.failures import failure_to_error, fault_of
 from swarm.wire.messages import Attach, Attached, Failure, Hello, Link, Message
 
 _log = logging.getLogger(__name__)
@@ -51,15 +51,17 @@ class NextHop:
         return 0.0 if self.travellers else self._clock() - self._idle_since
 
     async def attach(self, traveller: Traveller, ask: Link) -> None:
-        """Show the session's secret to the next hop. Raises its refusal, PeerStalled, PeerLost."""
+        """Show the session's secret to the next hop. Raises UnknownSession or another refusal as a PeerError."""
         self.travellers[traveller.name] = traveller
         try:
             question = Attach(
                 request=self._channel.next_request(), session=ask.session, epoch=ask.epoch, secret=ask.secret
             )
             await self._channel.ask(question, Attached, timeout=_ATTACH_TIMEOUT_S)
-        except BaseException:
+        except BaseException as error:
             self.detach(traveller)
+            if isinstance(error, SwarmError):
+                raise self.fault(error) from None
             raise
 
     def detach(self, traveller: Traveller) -> None:
@@ -68,8 +70,12 @@ class NextHop:
             del self.travellers[traveller.name]
             self._idle_since = self._clock()
 
+    def fault(self, error: SwarmError) -> SwarmError:
+        """What the next hop said or did, as the opener should hear it: its nonsense is its fault, not ours."""
+        return fault_of(self.peer_id, error, UnknownSession)
+
     def send(self, message: Message) -> float:
-        """See `Stream.send`. Raises PeerLost if the connection is closed."""
+        """See `Stream.send`. Raises LocalProtocolError where this may not be sent, else why the connection ended."""
         return self._channel.send(message)
 
     async def drain(self) -> None:
@@ -96,7 +102,6 @@ class Onward:
         known = self._hops.get(ask.peer_id)
         if known is not None and not known.closed:
             return known
-        addresses = [self._pinned(text, ask.peer_id) for text in ask.addresses]
         hop: NextHop | None = None
 
         def heard(message: Message) -> None:
@@ -108,8 +113,9 @@ class Onward:
                 self._lost(hop, error)
 
         try:
+            addresses = [self._pinned(text, ask.peer_id) for text in ask.addresses]
             channel = await Channel.open(addresses, self._hello(), on_message=heard, on_lost=lost)
-        except PeerError as error:
+        except SwarmError as error:
             raise PeerUnreachable(f"the next hop cannot be reached from here: {error}", peer=ask.peer_id) from error
         meanwhile = self._hops.get(ask.peer_id)
         if meanwhile is not None and not meanwhile.closed:
@@ -120,9 +126,11 @@ class Onward:
 
     async def sweep(self) -> None:
         """Close the connections that no session has used for a while."""
-        for hop in [hop for hop in self._hops.values() if hop.closed or hop.idle_s > _IDLE_S]:
-            del self._hops[hop.peer_id]
-            await hop.close()
+        for hop in list(self._hops.values()):
+            # while one is closed, others break or find a traveller: looked at when their turn comes
+            if self._hops.get(hop.peer_id) is hop and (hop.closed or hop.idle_s > _IDLE_S):
+                del self._hops[hop.peer_id]
+                await hop.close()
 
     async def close(self) -> None:
         while self._hops:
@@ -140,7 +148,7 @@ class Onward:
         error = failure_to_error(message, hop.peer_id)
         traveller = hop.travellers.get(message.session)
         if traveller is not None:
-            traveller.hop_failed(error, message)
+            traveller.hop_failed(hop.fault(error), message)
         elif not message.session:
             _log.info("the next hop %s says: %s", hop.peer_id, error)
 
@@ -148,4 +156,4 @@ class Onward:
         if self._hops.get(hop.peer_id) is hop:
             del self._hops[hop.peer_id]
         for traveller in list(hop.travellers.values()):
-            traveller.hop_failed(error, None)
+            traveller.hop_failed(hop.fault(error), None)

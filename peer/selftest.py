@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer.compose import open_engine
+from swarm.child import module_command, module_environment
 from swarm.engine.base import Step
 from swarm.engine.stateful import StatefulEngine
 from swarm.errors import EngineError, PackageError, SwarmError
@@ -60,9 +61,7 @@ async def self_test(
 
     Raises EngineError that says how the test failed and what to try, PackageError for the files.
     """
-    # This very package, wherever the user stands: not a `peer.py` of theirs.
-    command = [sys.executable, "-P", "-m", "peer.selftest", str(package), str(span)]
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    command = [*module_command("peer.selftest"), str(package), str(span)]
     command += ["--parent", str(os.getpid()), "--device", device, "--precision", precision, "--threads", str(threads)]
     command += ["--cache-dir", str(cache_dir)] if cache_dir else []
     # A session of its own: Ctrl-C in a terminal is the peer's to handle.
@@ -72,7 +71,7 @@ async def self_test(
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
-        env=os.environ | {"PYTHONPATH": path},
+        env=module_environment(),
     )
     try:
         async with asyncio.timeout(timeout):

@@ -4,7 +4,8 @@
 
     connection ─► _take ─► Forward                    into its session's lane, no answer here
                           Ping, Attach, CloseSession  answered on the spot
-                          OpenSession, Link, Ask...   answered by a task of their own
+                          OpenSession, Link, AskReach answered by a task of their own
+                          AskTopic, AskFile           likewise, but one after another: their answers are large
                   its end ─► all its sessions end
 
 Messages of a connection are taken in order, and no more are taken while its caller does not read. A
@@ -23,6 +24,7 @@ from peer.desk import Desk
 from peer.service import SpanService
 from swarm.errors import PeerFailed, PeerLost, RemoteProtocolError, SwarmError, UnknownSession
 from swarm.identity import Identity
+from swarm.limits import Limits
 from swarm.listener import Listener
 from swarm.stream import Stream, listen
 from swarm.wire.failures import error_to_failure
@@ -36,14 +38,18 @@ from swarm.wire.messages import (
     Message,
     OpenSession,
 )
-from swarm.wire.questions import AskDht, AskFile, AskManifest, AskReach, AskTopic, Ping
+from swarm.wire.questions import MAX_PING_PAYLOAD, AskDht, AskFile, AskManifest, AskReach, AskTopic, Ping
 
 M = TypeVar("M", bound=Message)
 _log = logging.getLogger(__name__)
 _SWEEP_S = 1.0
+# who has no session here has nothing larger to say than a ping; an answer's largest is one step's hidden states
+_LIMITS = Limits(max_payload=MAX_PING_PAYLOAD, max_unsent=128 << 20)
+# of 4 MiB (a piece of a file) or 16 MiB (a topic's notices) each, over all callers
+_LARGE_ANSWERS = 16
 
 _OnTheSpot = Callable[[Connection, Message], Message | None]
-_InTime = Callable[[Connection, Message], Coroutine[Any, Any, Message]]
+_InTime = Callable[[Connection, Message], Coroutine[Any, Any, Message | None]]
 
 
 class PeerServer:
@@ -71,6 +77,7 @@ class PeerServer:
         self._sweeper: asyncio.Task[None] | None = None
         self._on_the_spot: dict[type[Message], _OnTheSpot] = {}
         self._in_time: dict[type[Message], _InTime] = {}
+        self._large_answers = asyncio.Semaphore(_LARGE_ANSWERS)
         self.port = 0
         self._answer_questions()
         self._refuse_sessions()
@@ -81,7 +88,7 @@ class PeerServer:
 
     async def start(self, host: str, port: int) -> None:
         """Raises ConfigError where the address cannot be listened on."""
-        self._listener = await listen(host, port, self._identity, self._hello, self._serve)
+        self._listener = await listen(host, port, self._identity, self._hello, self._serve, limits=_LIMITS)
         self.port = self._listener.port
 
     def begin(self, service: SpanService) -> None:
@@ -156,9 +163,9 @@ class PeerServer:
         """The handler's synchronous part runs now, in the order of the messages; the rest in a task."""
         request = _request_of(message)
 
-        def done(task: asyncio.Task[Message]) -> None:
-            if not task.cancelled():
-                connection.try_send(_reply(task, request))
+        def done(task: asyncio.Task[Message | None]) -> None:
+            if not task.cancelled() and (answer := _reply(task, request)) is not None:
+                connection.try_send(answer)
 
         try:
             connection.check_room()
@@ -174,8 +181,8 @@ class PeerServer:
         self._at_once(Ping, self._ping)
         self._at_once(AskDht, lambda connection, ask: self._desk.dht(ask))
         self._at_once(AskManifest, lambda connection, ask: self._desk.manifest(ask))
-        self._later(AskTopic, lambda connection, ask: self._desk.topic(ask))
-        self._later(AskFile, lambda connection, ask: self._desk.file(ask))
+        self._later(AskTopic, self._in_turn(self._desk.topic))
+        self._later(AskFile, self._in_turn(self._desk.file))
         self._later(AskReach, lambda connection, ask: self._desk.reach(ask, connection.remote))
 
     def _refuse_sessions(self) -> None:
@@ -186,7 +193,22 @@ class PeerServer:
         self._in_time.pop(kind, None)
         self._on_the_spot[kind] = cast(_OnTheSpot, handler)
 
-    def _later(self, kind: type[M], handler: Callable[[Connection, M], Coroutine[Any, Any, Message]]) -> None:
+    def _in_turn(
+        self, answer_to: Callable[[M], Awaitable[Message]]
+    ) -> Callable[[Connection, M], Coroutine[Any, Any, None]]:
+        """For large answers: a caller's next one is made when it has taken this one, and only some at once for all.
+
+        So what waits here for callers that do not read is bounded, however many they are and whatever they ask.
+        """
+
+        async def answer(connection: Connection, ask: M) -> None:
+            async with connection.turn, self._large_answers:
+                connection.send(await answer_to(ask))
+                await connection.drain()
+
+        return answer
+
+    def _later(self, kind: type[M], handler: Callable[[Connection, M], Coroutine[Any, Any, Message | None]]) -> None:
         self._on_the_spot.pop(kind, None)
         self._in_time[kind] = cast(_InTime, handler)
 
@@ -207,14 +229,17 @@ class PeerServer:
     async def _sweep(self, service: SpanService) -> None:
         while True:
             await self._sleep(_SWEEP_S)
-            await service.sweep()
+            try:
+                await service.sweep()
+            except Exception:  # a bug; sessions that nobody expires any more would be worse
+                _log.exception("a sweep failed in a way that nobody foresaw; the next one is due in %g s", _SWEEP_S)
 
 
 def _refuse(connection: Connection, message: Message) -> Message:
     raise PeerFailed("this peer serves no layers now; look up who does")
 
 
-def _reply(task: asyncio.Task[Message], request: int) -> Message:
+def _reply(task: asyncio.Task[Message | None], request: int) -> Message | None:
     error = task.exception()
     if error is None:
         return task.result()

@@ -20,7 +20,7 @@ import numpy as np
 
 from peer.config import SessionLimits
 from peer.connection import Connection
-from peer.lane import Lane, Shape
+from peer.lane import Lane
 from peer.onward import Onward
 from peer.pace import Pace
 from peer.segments import Builder, Segments
@@ -33,6 +33,7 @@ from swarm.records import LEAVING, SERVING
 from swarm.spans import LayerRange
 from swarm.wire.failures import error_to_failure
 from swarm.wire.messages import (
+    MAX_STEP_TOKENS,
     Attach,
     Attached,
     CloseSession,
@@ -90,9 +91,9 @@ class SpanService:
         self._peer_id = peer_id
         self._on_failed = on_failed
         self._clock = clock
-        self._shape = Shape(
-            layers=len(manifest.layers), hidden_size=manifest.hidden_size, vocab_size=manifest.vocab_size
-        )
+        self._manifest = manifest
+        # the largest step: an id of 4 bytes and a hidden state in f32 for each token
+        self._step_bytes = MAX_STEP_TOKENS * 4 * (1 + manifest.hidden_size)
         self._table = SessionTable(serving.limits, context_length=manifest.context_length, clock=clock)
         self._worker = Worker(batch=serving.batch, on_failed=self._suspect, clock=clock)
         self._segments = Segments(serving.engine, entries=serving.entries, builder=serving.builder, clock=clock)
@@ -139,6 +140,7 @@ class SpanService:
         layers = LayerRange(ask.first, ask.last)
         self._segments.check(layers)
         session = self._table.admit(connection, ask)
+        connection.allow_payload(self._step_bytes)
         self._empty.clear()
         self._stop_lane(session.name)  # the epoch before, if there was one
         return self._open(connection, ask, session)
@@ -163,7 +165,7 @@ class SpanService:
             opener=connection,
             engine=engine,
             key=key,
-            shape=self._shape,
+            is_last=session.span.last == len(self._manifest.layers),
             peer_id=self._peer_id,
             table=self._table,
             worker=self._worker,
@@ -198,6 +200,7 @@ class SpanService:
     def attach(self, connection: Connection, ask: Attach) -> Attached:
         """Raises UnknownSession."""
         self._table.attach(connection, ask)
+        connection.allow_payload(self._step_bytes)
         return Attached(request=ask.request)
 
     def forward(self, connection: Connection, forward: Forward) -> None:
@@ -307,18 +310,18 @@ class SpanService:
 
     async def _try_device(self) -> None:
         try:
-            await self._worker.call(functools.partial(_try_engine, self._segments.whole, self._shape))
+            await self._worker.call(functools.partial(_try_engine, self._segments.whole, self._manifest))
         except SwarmError as error:
             _log.error("the device fails on a step of our own too: %s", error)
             self._leaving = True
             self._on_failed(error)
 
 
-def _try_engine(engine: Engine, shape: Shape) -> None:
+def _try_engine(engine: Engine, manifest: Manifest) -> None:
     """One step that cannot be at fault. Raises EngineError."""
     key, span = "a step of our own", engine.span
-    hidden = None if span.first == 0 else np.full((1, shape.hidden_size), 0.01, np.float32)
-    rows = int(span.last == shape.layers)
+    hidden = None if span.first == 0 else np.full((1, manifest.hidden_size), 0.01, np.float32)
+    rows = int(span.last == len(manifest.layers))
     engine.open(key, 1)
     try:
         (result,) = engine.forward([Step(session=key, start=0, tokens=np.zeros(1, np.int32), hidden=hidden, rows=rows)])

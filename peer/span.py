@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import psutil
 
-from peer.capacity import WEIGHT_FACTOR
 from peer.compose import open_engine
 from peer.config import JoinConfig, SessionLimits
 from peer.segments import Builder
 from peer.service import Serving
 from peer.supply import Supply, divide_memory
 from swarm.engine.base import Engine
+from swarm.footprint import in_words, weight_bytes
 from swarm.spans import LayerRange
 
 _PARTS = 2
@@ -32,12 +32,17 @@ def load_span(config: JoinConfig, supply: Supply) -> Serving:
         )
 
     engine = build(supply.span)
-    kv_tokens, left = divide_memory(supply, engine.numerics.kv, config.kv_tokens)
+    kv = engine.numerics.kv
+    kv_tokens, left = divide_memory(supply, kv, config.kv_tokens)
+
+    def part_bytes(layers: LayerRange) -> int:
+        """What a graph of these layers adds to this process."""
+        return weight_bytes(supply.manifest.span_bytes(layers), kv)
 
     def refuse(layers: LayerRange) -> str:
         free = min(left / _PARTS, psutil.virtual_memory().available * (1 - _SPARE_SHARE))
-        needed = _part_bytes(supply, layers)
-        return "" if needed <= free else f"it takes {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB may be used"
+        needed = part_bytes(layers)
+        return "" if needed <= free else f"it takes {in_words(needed)}, and {in_words(int(free))} may be used"
 
     span = supply.span
     entries = tuple(
@@ -45,8 +50,7 @@ def load_span(config: JoinConfig, supply: Supply) -> Serving:
         for edge in supply.manifest.grid
         if span.first < edge < span.last
         and all(
-            _part_bytes(supply, side) <= left / _PARTS
-            for side in (LayerRange(span.first, edge), LayerRange(edge, span.last))
+            part_bytes(side) <= left / _PARTS for side in (LayerRange(span.first, edge), LayerRange(edge, span.last))
         )
     )
     return Serving(
@@ -56,8 +60,3 @@ def load_span(config: JoinConfig, supply: Supply) -> Serving:
         entries=entries,
         builder=Builder(build=build, refuse=refuse, most=_PARTS),
     )
-
-
-def _part_bytes(supply: Supply, layers: LayerRange) -> int:
-    """What a graph of these layers adds to this process."""
-    return int(supply.manifest.span_bytes(layers) * WEIGHT_FACTOR)

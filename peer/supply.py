@@ -12,29 +12,44 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
-from peer.capacity import choose_span, kv_tokens_beside, needed_bytes, service_rates
+from peer.capacity import (
+    choose_span,
+    kv_tokens_beside,
+    layers_filled,
+    needed_bytes,
+    service_rates,
+    usual_kv_tokens,
+)
 from peer.config import JoinConfig
 from peer.desk import Shelf
 from peer.report import Report
-from swarm.address import Address
 from swarm.channel import Channel
 from swarm.directory import Directory
-from swarm.errors import ConfigError, DirectoryError, PeerError, RemoteProtocolError, UnknownModel
+from swarm.errors import ConfigError, DamagedFile, DirectoryError, PeerError, RemoteProtocolError, UnknownModel
 from swarm.fetch import fetch_manifest, fetch_parts
-from swarm.manifest import EMBED, HEAD, TOKENIZER, FileEntry, Manifest, check_files, layer_part, load_manifest
+from swarm.footprint import in_words, share_of
+from swarm.manifest import (
+    EMBED,
+    HEAD,
+    TOKENIZER,
+    FileEntry,
+    Manifest,
+    check_files,
+    layer_part,
+    load_manifest,
+    package_folder,
+)
 from swarm.peers import find_model, find_peers
 from swarm.records import SERVING, PeerRecord
 from swarm.spans import LayerRange, union
 from swarm.wire.messages import Hello
 
-MEMORY_SHARE = 0.7
-"""What a peer takes of the memory that is free when it starts, where nobody says."""
-_USUAL_KV_TOKENS = 2048
 _MOST_HOLDS = 64
 
 
@@ -64,25 +79,39 @@ async def choose_supply(config: JoinConfig, directory: Directory | None, hello: 
     """
     assert config.package is not None
     records: list[PeerRecord] = []
-    given = await asyncio.to_thread(_directory, config.package)
+    given = await asyncio.to_thread(package_folder, config.package)
     if given is not None:
-        package, fetched = given, False
+        package, fetched = given.resolve(), False
         manifest = await asyncio.to_thread(load_manifest, package)
         if directory is not None:
             records = await find_peers(directory, manifest.digest, now=time.time())
     elif directory is None:
         raise ConfigError(
-            f"{config.package!r} is not a directory here; name one, or with --initial-peer a model that a swarm serves"
+            f"{config.package!r} is no package's directory here; name one, or with --initial-peer a model that a "
+            "swarm serves"
         )
     else:
         model = await find_model(directory, config.package)
         records = await find_peers(directory, model.digest, now=time.time())
         manifest = await _manifest_of(model.digest, records, hello)
         package, fetched = config.cache_dir / "packages" / model.digest[:16], True
-    memory = config.max_memory or int(psutil.virtual_memory().available * MEMORY_SHARE)
-    others = [record for record in records if record.peer_id != peer_id and record.state == SERVING]
-    span = _span(config, manifest, memory, others)
+    memory = config.max_memory or share_of(psutil.virtual_memory().available)
+    span = _span(config, manifest, memory, _served(manifest, records, peer_id))
     return Supply(package=package, manifest=manifest, span=span, memory=memory, fetched=fetched)
+
+
+async def reconsider(config: JoinConfig, supply: Supply, directory: Directory, *, peer_id: str) -> Supply:
+    """The choice again, for the swarm as it is by now: others may have filled the gap while files came.
+
+    `supply` itself where its layers were asked for, or nothing else leaves fewer layers unserved.
+    """
+    if config.layers is not None:
+        return supply
+    records = await find_peers(directory, supply.manifest.digest, now=time.time())
+    served = _served(supply.manifest, records, peer_id)
+    span = _span(config, supply.manifest, supply.memory, served)
+    better = layers_filled(span, served) > layers_filled(supply.span, served)
+    return replace(supply, span=span) if better else supply
 
 
 async def fetch_supply(supply: Supply, directory: Directory, hello: Hello, report: Report) -> None:
@@ -97,14 +126,15 @@ async def fetch_supply(supply: Supply, directory: Directory, hello: Hello, repor
 async def check_supply(supply: Supply, report: Report) -> Shelf:
     """Compare every file of the span with its hash. Raises DamagedFile naming the first that is wrong.
 
-    What comes back also has the rest of the package, as far as it is there: whoever fetches a file
-    checks it.
+    What comes back also has the rest of the package, as far as it is there and whole: others fetch it from here.
     """
-    entries = supply.manifest.files(supply.parts)
-    total = sum(entry.size for entry in entries)
+    needed = supply.manifest.files(supply.parts)
+    others = [entry for entry in supply.manifest.files(supply.manifest.parts) if entry not in needed]
+    others = [entry for entry in others if (supply.package / entry.path).is_file()]
+    total = sum(entry.size for entry in [*needed, *others])
     given_up = threading.Event()
     done = 0
-    with report.bar(f"checking {len(entries)} files") as progress:
+    with report.bar(f"checking {len(needed) + len(others)} files") as progress:
 
         def note(count: int) -> None:
             nonlocal done
@@ -113,11 +143,15 @@ async def check_supply(supply: Supply, report: Report) -> Shelf:
             done += count
             progress(done, total)
 
+        def check() -> list[FileEntry]:
+            check_files(supply.package, needed, note)
+            return [entry for entry in others if _is_whole(supply.package, entry, note)]
+
         try:
-            await asyncio.to_thread(check_files, supply.package, entries, note)
+            whole = await asyncio.to_thread(check)
         finally:
             given_up.set()
-    return await asyncio.to_thread(_shelf, supply, entries)
+    return Shelf(package=supply.package, manifest=supply.manifest, entries=(*needed, *whole))
 
 
 def divide_memory(supply: Supply, kv: str, kv_tokens: int | None) -> tuple[int, int]:
@@ -148,17 +182,16 @@ def held_layers(shelf: Shelf) -> tuple[LayerRange, ...]:
     return tuple(union(held)[:_MOST_HOLDS])
 
 
-def _directory(package: str) -> Path | None:
-    """The directory that is meant; None for the name or digest of a model."""
-    path = Path(package).expanduser()
-    return path.resolve() if path.is_dir() or "/" in package else None
+def _served(manifest: Manifest, records: list[PeerRecord], peer_id: str) -> list[float]:
+    """How fast the others serve each layer: an earlier record of `peer_id` is none of them."""
+    others = [record for record in records if record.peer_id != peer_id and record.state == SERVING]
+    return service_rates([(record.span, record.layer_time_s) for record in others], len(manifest.layers))
 
 
-def _span(config: JoinConfig, manifest: Manifest, memory: int, others: list[PeerRecord]) -> LayerRange:
+def _span(config: JoinConfig, manifest: Manifest, memory: int, served: list[float]) -> LayerRange:
     kv = "f32" if config.precision == "accuracy" else "f16"
-    kv_tokens = min(config.kv_tokens or _USUAL_KV_TOKENS, manifest.context_length)
+    kv_tokens = usual_kv_tokens(manifest, config.kv_tokens)
     if config.layers is None:
-        served = service_rates([(record.span, record.layer_time_s) for record in others], len(manifest.layers))
         return choose_span(manifest, memory, served=served, kv=kv, kv_tokens=kv_tokens)
     if config.layers.last > len(manifest.layers):
         raise ConfigError(f"layers {config.layers} are not in {manifest.name}, which has {len(manifest.layers)}")
@@ -170,7 +203,7 @@ def _span(config: JoinConfig, manifest: Manifest, memory: int, others: list[Peer
 def _too_big(manifest: Manifest, span: LayerRange, memory: int, *, kv: str, kv_tokens: int) -> str:
     needed = needed_bytes(manifest, span, kv=kv, kv_tokens=kv_tokens)
     return (
-        f"layers {span} of {manifest.name} need {needed / 1e9:.2f} GB and this peer may take {memory / 1e9:.2f} GB; "
+        f"layers {span} of {manifest.name} need {in_words(needed)} and this peer may take {in_words(memory)}; "
         "serve fewer layers or raise --max-memory"
     )
 
@@ -179,9 +212,8 @@ async def _manifest_of(digest: str, records: list[PeerRecord], hello: Hello) -> 
     """From the first of the model's peers that gives the right one. Raises UnknownModel, saying why none did."""
     problems = []
     for record in records:
-        addresses = [Address.parse(text) for text in record.addresses]
         try:
-            channel = await Channel.open([Address(a.host, a.port, record.peer_id) for a in addresses], hello)
+            channel = await Channel.open(record.places, hello)
             try:
                 return await fetch_manifest(channel, digest)
             finally:
@@ -191,18 +223,9 @@ async def _manifest_of(digest: str, records: list[PeerRecord], hello: Hello) -> 
     raise UnknownModel(f"no peer gives the manifest of {digest[:12]}: {'; '.join(problems) or 'nobody serves it now'}")
 
 
-def _shelf(supply: Supply, checked: list[FileEntry]) -> Shelf:
-    sure = {entry.path for entry in checked}
-    entries = [
-        entry
-        for entry in supply.manifest.files(supply.manifest.parts)
-        if entry.path in sure or _has_size(supply.package / entry.path, entry.size)
-    ]
-    return Shelf(package=supply.package, manifest=supply.manifest, entries=tuple(entries))
-
-
-def _has_size(path: Path, size: int) -> bool:
+def _is_whole(package: Path, entry: FileEntry, note: Callable[[int], None]) -> bool:
     try:
-        return path.stat().st_size == size
-    except OSError:
-        return False  # it is not there, which is all that is asked
+        check_files(package, [entry], note)
+    except DamagedFile:
+        return False  # it is none of the span's: all that follows is that nobody gets it from here
+    return True

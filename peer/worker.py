@@ -266,7 +266,8 @@ class Worker:
             for job, result in zip(live, results, strict=True)
         ]
         broken = next((result for result in results if isinstance(result, PeerFailed)), None)
-        self._finish([*dropped, *finished], failure=broken, healthy=broken is None)
+        works = any(not isinstance(result, SwarmError) for result in results)  # a step that is wrong tells nothing
+        self._finish([*dropped, *finished], failure=broken, healthy=works and broken is None)
 
     def _finish(self, results: list[_Result], *, failure: SwarmError | None = None, healthy: bool = False) -> None:
         assert self._loop is not None

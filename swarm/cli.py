@@ -17,8 +17,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from swarm import __version__
-from swarm.errors import SwarmError
+from swarm import __version__, telemetry
+from swarm.errors import SwarmError, first_error
 from swarm.folders import state_folder
 
 INTERRUPTED = 130
@@ -71,10 +71,10 @@ class SwarmGroup(TyperGroup):
             self._give_up(ctx, error, error)
         except ExceptionGroup as group:
             # Tasks that failed together: nearly always one failed and the others were cancelled.
-            ours, others = group.split(SwarmError)
-            if ours is None or others is not None:
+            first = first_error(group)
+            if not isinstance(first, SwarmError):
                 self._bug(ctx, group)
-            self._give_up(ctx, group, _first(ours))
+            self._give_up(ctx, group, first)
         except Exception as error:
             if type(error).__module__.partition(".")[0] in ("click", "typer") or isinstance(error, BrokenPipeError):
                 raise  # an exit, or a wrong option: typer shows those
@@ -94,11 +94,6 @@ class SwarmGroup(TyperGroup):
         else:
             typer.echo(f"error: a bug of this program: {said}; {_keep_traceback(error)}", err=True)
         raise typer.Exit(BUG) from error
-
-
-def _first(group: BaseExceptionGroup[SwarmError]) -> SwarmError:
-    first = group.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def _keep_traceback(error: BaseException) -> str:
@@ -135,5 +130,6 @@ def _swarm(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code: `sys.argv` where no `arguments` are given."""
+    telemetry.switch_off()
     typer.main.get_command(app).main(args=arguments, prog_name="swarm")
     raise SystemExit(0)

@@ -24,31 +24,33 @@ from client.config import GenerationConfig
 from client.generate import Piece, Reply, collect
 from client.inspect import Inspection, inspect_swarm, measure
 from client.metrics import Metrics
-from client.options import client_hello, write_json
+from client.options import USUAL_SESSION_TOKENS, messages, write_json
 from client.picture import Picture
 from swarm import __version__
 from swarm.address import Address
 from swarm.demomodel import fetch_demo_model
+from swarm.engine.base import Precision
 from swarm.engine.cache import locked
 from swarm.errors import PackageError
 from swarm.folders import cache_folder
+from swarm.greeting import client_hello
 from swarm.localswarm import ANNOUNCED, LocalSwarm, Member, even_spans
-from swarm.manifest import Manifest, check_files, load_manifest, sha256_of
+from swarm.manifest import Manifest, check_files, even_grid, load_manifest, sha256_of
 from swarm.peers import PeerDirectory, find_peers
 from swarm.routes import RouteRequest
 from swarm.spans import LayerRange
 
 PROMPT = "Name three things that bees do."
-_MOST_PEERS = 16
+GRID = even_grid(30)  # the model's, known before its file is here
 _KV_TOKENS = 8192  # the one context of the model; more would only reserve memory
 
 
 def demo(
     prompt: Annotated[str, typer.Option(help="What to ask.")] = PROMPT,
-    peers: Annotated[int, typer.Option(min=1, max=_MOST_PEERS, help="How many peers share the layers.")] = 3,
+    peers: Annotated[int, typer.Option(min=1, help="How many peers share the layers.")] = 3,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens that the answer may have.")] = 128,
     precision: Annotated[
-        str, typer.Option(help="accuracy (f32: the unsplit model's tokens) or performance (the device's default).")
+        Precision, typer.Option(help="f32, which gives the unsplit model's tokens, or the device's default.")
     ] = "accuracy",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
 ) -> None:
@@ -57,7 +59,8 @@ def demo(
     Everything runs on this machine and is stopped at the end.
     """
     config = GenerationConfig(max_new_tokens=max_new_tokens)
-    console = Console(stderr=True, highlight=False)
+    console = messages()
+    even_spans(GRID, peers)  # said before anything is downloaded
     package = prepare_package(console)
     manifest = load_manifest(package)
     spans = even_spans(manifest.grid, peers)
@@ -80,12 +83,16 @@ async def _ask(
 ) -> Reply:
     """Show the route, then the answer as it comes."""
     console.print(Picture(await _look(addresses, manifest)))
-    console.print(f"\n{prompt}\n", style="bold")
+    show_prompt(console, prompt)
     async with (
         await SwarmClient.connect(manifest.digest, initial_peers=addresses) as client,
         aclosing(client.generate(prompt, config)) as pieces,
     ):
         return await collect(_shown(pieces) if stream else pieces)
+
+
+def show_prompt(console: Console, prompt: str) -> None:
+    console.print(f"\n{prompt}\n", style="bold")
 
 
 async def _shown(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
@@ -104,7 +111,9 @@ async def _look(addresses: list[str], manifest: Manifest) -> Inspection:
         links = await measure(records, client_hello(manifest.digest))
     finally:
         await directory.close()
-    request = RouteRequest(layers=len(manifest.layers), hidden_bytes=4 * manifest.hidden_size, kv_tokens=512)
+    request = RouteRequest(
+        layers=len(manifest.layers), hidden_bytes=4 * manifest.hidden_size, kv_tokens=USUAL_SESSION_TOKENS
+    )
     return inspect_swarm(manifest.name, manifest.digest, records, request, links=links, now=time.time())
 
 
@@ -139,7 +148,12 @@ def _is_whole(package: Path) -> bool:
 @contextmanager
 def _bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     """A bar for each thing that is reported; none where nothing is."""
-    columns = (TextColumn("{task.description:28}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description:28}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console) as progress:
         tasks: dict[str, Any] = {}
 
@@ -172,7 +186,11 @@ class _Startup:
     """A line for each peer with the phase that it is in."""
 
     def __init__(self, console: Console, spans: Sequence[LayerRange]) -> None:
-        columns = (TextColumn("{task.description:28}"), TextColumn("{task.fields[phase]:10}"), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description:28}", markup=False),
+            TextColumn("{task.fields[phase]:10}"),
+            TimeElapsedColumn(),
+        )
         self._progress = Progress(*columns, console=console)
         self._tasks = {
             span: self._progress.add_task(f"layers {span}", start=False, total=1, phase="waits") for span in spans

@@ -10,28 +10,26 @@ import os
 import platform
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import openvino as ov
 import psutil
 
-from client.options import client_hello
-from peer.capacity import layers_that_fit, needed_bytes
-from swarm import __version__
+from peer.capacity import layers_that_fit, needed_bytes, usual_kv_tokens
 from swarm.address import Address
 from swarm.channel import Channel, measure_link
-from swarm.dht import HivemindDirectory
-from swarm.errors import SwarmError
+from swarm.errors import ConfigError, SwarmError
+from swarm.footprint import EMPTY_PEER_BYTES, in_words, share_of
+from swarm.greeting import client_hello, peer_hello
 from swarm.identity import Identity
+from swarm.listener import Listener
 from swarm.manifest import Manifest, check_files, load_manifest
+from swarm.peers import told_on_trust
 from swarm.spans import LayerRange
 from swarm.stream import Stream, listen
-from swarm.wire.messages import PROTOCOL_VERSION, Hello
 from swarm.wire.questions import AskReach, Ping, Pong, Reach
 
 MOST_SKEW_S = 3.0
@@ -39,7 +37,12 @@ MOST_SKEW_S = 3.0
 NOTED_SKEW_S = 1.0
 LEAST_MEMORY = 2 << 30
 _TIMEOUT_S = 10.0
-_KV, _KV_TOKENS = "f32", 4096
+_KV = "f32"  # as `swarm join` does by default
+_BROKEN = (ImportError, RuntimeError, OSError, AttributeError, TypeError)
+"""What a broken installation raises when it is imported or first used."""
+
+
+_AGAIN = "install aipc-swarm again, best into a fresh environment: pip install aipc-swarm"
 
 
 class Level(StrEnum):
@@ -91,7 +94,7 @@ def check_system() -> Iterator[Finding]:
             level=Level.FAIL,
             topic="openvino",
             text=f"{error.name} is not installed",
-            advice="install aipc-swarm again: pip install aipc-swarm",
+            advice=_AGAIN,
         )
         return
     if runtime.split(".")[:2] != genai.split(".")[:2]:
@@ -107,17 +110,32 @@ def check_system() -> Iterator[Finding]:
 
 def check_devices() -> Iterator[Finding]:
     """What OpenVINO can run on, with the properties that matter here."""
-    core = ov.Core()
-    if not core.available_devices:
+    try:
+        import openvino as ov  # here, because it may be what is broken
+
+        core = ov.Core()
+        devices = core.available_devices
+    except _BROKEN as error:
+        text = f"OpenVINO cannot be used: {_reason(error)}"
+        yield Finding(level=Level.FAIL, topic="device", text=text, advice=_AGAIN)
+        return
+    if not devices:
         yield Finding(
             level=Level.FAIL,
             topic="device",
             text="OpenVINO finds no device, not even the CPU",
             advice="install openvino again; its plugins are missing",
         )
-    for device in core.available_devices:
-        supported = core.get_property(device, "SUPPORTED_PROPERTIES")
-        values = {name: _plain(core.get_property(device, name)) for name in _DEVICE_PROPERTIES if name in supported}
+    for device in devices:
+        try:
+            supported = core.get_property(device, "SUPPORTED_PROPERTIES")
+            values = {name: _plain(core.get_property(device, name)) for name in _DEVICE_PROPERTIES if name in supported}
+        except RuntimeError as error:
+            text = f"{device} does not say what it is: {_reason(error)}"
+            yield Finding(
+                level=Level.FAIL, topic="device", text=text, advice="install its driver again, or use another --device"
+            )
+            continue
         defaults = [f"{word} {values[name]}" for name, word in _DEFAULTS.items() if name in values]
         text = f"{device}: {values.get('FULL_DEVICE_NAME', '?')}; {', '.join(defaults)}"
         if device.startswith("NPU"):
@@ -130,6 +148,12 @@ def check_devices() -> Iterator[Finding]:
             )
         else:
             yield Finding(level=Level.OK, topic="device", text=text, values=values)
+
+
+def _reason(error: Exception) -> str:
+    """The last line: those before it, where there are any, are positions in OpenVINO's sources."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
 
 
 def _plain(value: Any) -> str:
@@ -160,13 +184,13 @@ _DEFAULTS = {
 def check_memory() -> Finding:
     memory = psutil.virtual_memory()
     values = {"available": memory.available, "total": memory.total}
-    text = f"{memory.available / 2**30:.1f} GiB of {memory.total / 2**30:.1f} GiB are free"
+    text = f"{in_words(memory.available)} of {in_words(memory.total)} are free"
     if memory.available < LEAST_MEMORY:
         return Finding(
             level=Level.WARN,
             topic="memory",
             text=text,
-            advice="an empty peer takes about half a GiB; close something, or serve few layers (--layers A:B)",
+            advice=f"an empty peer takes {in_words(EMPTY_PEER_BYTES)}; close something, or serve few layers",
             values=values,
         )
     return Finding(level=Level.OK, topic="memory", text=text, values=values)
@@ -186,18 +210,21 @@ def check_package(package: Path) -> Iterator[Finding]:
 
 
 def check_fit(manifest: Manifest, memory: int | None = None) -> Finding:
-    """How many layers fit into `memory` bytes, by default into what is free."""
-    free = psutil.virtual_memory().available if memory is None else memory
-    layers = len(manifest.layers)
-    fit = layers_that_fit(manifest, free, kv=_KV, kv_tokens=_KV_TOKENS)
-    values = {"layers": layers, "layers_that_fit": fit, "kv_tokens": _KV_TOKENS}
-    text = f"{fit} of {layers} layers fit into {free / 2**30:.1f} GiB with {_KV_TOKENS} tokens of {_KV} cache"
+    """How many layers fit into `memory` bytes, by default into what `swarm join` would take of what is free."""
+    room = share_of(psutil.virtual_memory().available) if memory is None else memory
+    layers, kv_tokens = len(manifest.layers), usual_kv_tokens(manifest)
+    fit = layers_that_fit(manifest, room, kv=_KV, kv_tokens=kv_tokens)
+    values = {"layers": layers, "layers_that_fit": fit, "kv_tokens": kv_tokens}
+    text = f"{fit} of {layers} layers fit into {in_words(room)} with {kv_tokens} tokens of {_KV} cache"
     if fit:
         return Finding(level=Level.OK, topic="capacity", text=text, values=values)
     least = min(
-        needed_bytes(manifest, LayerRange(layer, layer + 1), kv=_KV, kv_tokens=_KV_TOKENS) for layer in range(layers)
+        needed_bytes(manifest, LayerRange(layer, layer + 1), kv=_KV, kv_tokens=kv_tokens) for layer in range(layers)
     )
-    advice = f"the smallest layer needs {least / 2**30:.1f} GiB: free memory, or serve a model with fewer bits a weight"
+    advice = (
+        f"the smallest layer needs {in_words(least)}: free memory, allow more (--max-memory), "
+        "or serve a model with fewer bits a weight"
+    )
     return Finding(level=Level.FAIL, topic="capacity", text=text, advice=advice, values=values)
 
 
@@ -205,11 +232,14 @@ async def check_daemon(host: str) -> Finding:
     """Start hivemind's daemon and a DHT node on a free port, and end them."""
     began = time.monotonic()
     try:
+        from swarm.dht import HivemindDirectory  # here, because hivemind may be what is broken
+
         directory = await HivemindDirectory.start(host=host, port=0, announce_hosts=["127.0.0.1"])
         await directory.close()
-    except SwarmError as error:
+    except (SwarmError, *_BROKEN) as error:
+        text = str(error) if isinstance(error, SwarmError) else f"hivemind cannot be used: {_reason(error)}"
         advice = "without it `swarm join` cannot work here; clients can: they need no DHT of their own"
-        return Finding(level=Level.FAIL, topic="daemon", text=str(error), advice=advice)
+        return Finding(level=Level.FAIL, topic="daemon", text=text, advice=advice)
     took = time.monotonic() - began
     text = f"hivemind's daemon starts and stops, {took:.1f} s in all"
     return Finding(level=Level.OK, topic="daemon", text=text, values={"seconds": took})
@@ -251,17 +281,26 @@ def judge_clock(skew: float, address: Address) -> Finding:
 
 
 def _who(address: Address, peer_id: str, rtt_s: float) -> Finding:
-    expected = "as expected" if address.peer_id else f"taken on trust: {address.place}#{peer_id} insists on it"
-    text = f"{address.place} answers in {rtt_s * 1e3:.1f} ms; it is {peer_id}, {expected}"
+    found = Address(address.host, address.port, peer_id)
+    known = f"it is {peer_id}, as expected" if address.peer_id else told_on_trust(found)
+    text = f"{address.place} answers in {rtt_s * 1e3:.1f} ms; {known}"
     return Finding(level=Level.OK, topic="peer", text=text, values={"peer_id": peer_id, "rtt_s": rtt_s})
 
 
 async def _check_reach(channel: Channel, where: Address) -> Finding:
     """Listen as a peer would, and have the other peer connect to that."""
     identity = Identity.generate()
-    async with _listening(identity, where) as port:
+    try:
+        listener = await _listen(identity, where)
+    except ConfigError as error:
+        advice = "--listen must name an address of this machine, such as 0.0.0.0:31337"
+        return Finding(level=Level.FAIL, topic="reach", text=str(error), advice=advice)
+    port = listener.port
+    try:
         ask = AskReach(request=channel.next_request(), port=port, peer_id=identity.peer_id)
         reach = await channel.ask(ask, Reach, timeout=_TIMEOUT_S)
+    finally:
+        await listener.close()
     values = {"address": reach.address, "problem": reach.problem}
     taken = f" (port {where.port} is taken here, so another was tried)" if where.port not in (0, port) else ""
     if not reach.problem:
@@ -277,21 +316,13 @@ async def _check_reach(channel: Channel, where: Address) -> Finding:
     )
 
 
-@asynccontextmanager
-async def _listening(identity: Identity, where: Address) -> AsyncIterator[int]:
-    """A listener at `where`, or at a free port if that one is taken; its port."""
-
-    def hello() -> Hello:
-        return Hello(protocol=PROTOCOL_VERSION, software=f"aipc-swarm {__version__}", role="peer")
+async def _listen(identity: Identity, where: Address) -> Listener:
+    """At `where`, or at a free port if that one is taken. Raises ConfigError where its host is none of this machine."""
 
     async def greet(stream: Stream) -> None:
         await stream.close()
 
     try:
-        listener = await listen(where.host, where.port, identity, hello, greet)
-    except SwarmError:
-        listener = await listen(where.host, 0, identity, hello, greet)
-    try:
-        yield listener.port
-    finally:
-        await listener.close()
+        return await listen(where.host, where.port, identity, peer_hello, greet)
+    except ConfigError:
+        return await listen(where.host, 0, identity, peer_hello, greet)

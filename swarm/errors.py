@@ -180,3 +180,9 @@ class PeerFailed(PeerError):
 
 class WrongPeer(PeerError):
     code = "wrong_peer"
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one error to show of tasks that failed together: a bug before one of ours."""
+    errors = [first_error(error) if isinstance(error, BaseExceptionGroup) else error for error in group.exceptions]
+    return min(errors, key=lambda error: isinstance(error, SwarmError))

@@ -139,7 +139,7 @@ class _Source:
         return f"{self.record.name or 'peer'} {self.record.peer_id[:8]}"
 
     async def piece(self, entry: FileEntry, offset: int, length: int, timeout: float) -> bytes:
-        """Raises PeerError, RemoteProtocolError, UnknownModel."""
+        """Raises UnknownModel where it has no such file, or any other error that it chooses but PackageError."""
         channel = await self._open()
         question = AskFile(request=channel.next_request(), sha256=entry.sha256, offset=offset, length=length)
         data = (await channel.ask(question, FilePiece, timeout=timeout)).data
@@ -217,7 +217,9 @@ class _Fetch:
             except UnknownModel as error:
                 _log.info("%s does not have %s: %s", source, entry.path, error)
                 without[source] = str(error)
-            except (PeerError, RemoteProtocolError) as error:
+            except PackageError:
+                raise  # this machine's own disk: no peer can say that
+            except SwarmError as error:
                 await self._blame(source, str(error))
             finally:
                 source.busy -= 1
@@ -329,7 +331,11 @@ def _finish(part: Path, path: Path, entry: FileEntry) -> bool:
 
 def _check_target(manifest: Manifest, target: Path) -> None:
     """Raises PackageError where another model is there already."""
-    if (target / MANIFEST).exists() and (other := load_manifest(target)).digest != manifest.digest:
+    try:
+        other = load_manifest(target)
+    except PackageError:
+        return  # none, or a damaged one: it is written again
+    if other.digest != manifest.digest:
         raise PackageError(
             f"{target} holds another model, {other.name} ({other.digest[:12]}): name another directory, or remove it"
         )

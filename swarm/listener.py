@@ -115,5 +115,6 @@ async def bind(host: str, port: int) -> list[socket.socket]:
         for listening in bound:
             listening.close()
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
+        reason = reason.partition(" (while attempting")[0]  # the place is named already
         raise ConfigError(f"cannot listen on {place}: {reason}; choose another port or address") from error
     return bound

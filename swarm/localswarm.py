@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from swarm.child import module_command, module_environment
 from swarm.errors import ConfigError, PeerFailed, PeerStalled
 from swarm.spans import LayerRange
 
@@ -109,6 +109,7 @@ Progress = Callable[[Member, dict[str, Any]], None]
 class LocalSwarm:
     """Members of one swarm. Use it as a context: leaving it ends every process.
 
+    Start members from the main thread: the kernel ends each with the thread that it was started from.
     `folder` gets logs, outputs and identities. `options` go to every peer, for example
     `["--precision", "accuracy"]`. `environment` is added to this process's own.
     """
@@ -125,7 +126,7 @@ class LocalSwarm:
         self.members: list[Member] = []
         self._host = host
         self._options = tuple(options)
-        self._environment = os.environ | (environment or {})
+        self._environment = module_environment() | (environment or {})
         folder.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Self:
@@ -249,7 +250,7 @@ class LocalSwarm:
         self, name: str, command: Sequence[str], prefix: Sequence[str], span: LayerRange | str | None = None
     ) -> Member:
         output, log = self.folder / f"{name}.jsonl", self.folder / f"{name}.log"
-        words = [*prefix, sys.executable, "-m", "swarm.tether", str(os.getpid()), *command]
+        words = [*prefix, *module_command("swarm.tether"), str(os.getpid()), *command]
         with output.open("wb") as out, log.open("ab") as err:
             process = subprocess.Popen(
                 words,

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -201,6 +202,20 @@ def load_manifest(package: Path) -> Manifest:
             return Manifest.from_json(file.read(MAX_MANIFEST_BYTES + 1))
     except OSError as error:
         raise PackageError(f"{package} is not a model package: {path} cannot be read ({error.strerror})") from error
+    except PackageError as error:
+        raise type(error)(f"{path} is no manifest of use: {error}; fetch or export the model again") from error
+
+
+def package_folder(text: str | Path) -> Path | None:
+    """The directory where a package is meant; None where `text` is the name of a model or its digest.
+
+    A path is a `Path`, or has a slash in it. A bare word is a name, unless it is a directory with a manifest: a
+    folder that happens to be called like a model does not stand in for it.
+    """
+    path = Path(os.path.expanduser(text))
+    is_path = isinstance(text, Path) or "/" in text or text in (".", "..", "~")
+    # os.path: a name may be what no file can be called
+    return path if is_path or (text and os.path.isfile(path / MANIFEST)) else None
 
 
 def describe_file(path: Path) -> FileEntry:

@@ -35,6 +35,7 @@ from swarm.wire.questions import AskTopic, Topic
 MIN_DIGEST_PREFIX = 8
 _DIGEST = re.compile("[0-9a-f]{64}")
 _MOST_PEERS = 256
+_MOST_CHECKED = 16
 _STAGGER_S = 0.3
 _TOPIC_TIMEOUT_S = 15.0
 """Longer than a peer gives its own directory."""
@@ -184,14 +185,9 @@ class PeerDirectory:
 
     def _learn(self, records: Iterable[PeerRecord]) -> None:
         for record in records:
-            addresses = tuple(
-                Address(address.host, address.port, record.peer_id)
-                for address in map(Address.parse, record.addresses)
-                if address.peer_id in ("", record.peer_id)
-            )
             self._met.pop(record.peer_id, None)
-            if addresses:
-                self._met[record.peer_id] = addresses
+            if places := record.places:
+                self._met[record.peer_id] = places
         self._met = dict(list(self._met.items())[-_MOST_PEERS:])
 
     async def _drop(self, channel: Channel) -> None:
@@ -209,12 +205,21 @@ async def _abandon(running: Iterable[asyncio.Task[Channel]]) -> None:
             await result.close()
 
 
-async def find_model(directory: Directory, name_or_digest: str) -> ModelRecord:
+def told_on_trust(address: Address) -> str:
+    """What a person is told of each of `PeerDirectory.trusted`."""
+    return f"{address.place} was taken on trust; write it as {address} to accept nobody else there"
+
+
+async def find_model(
+    directory: Directory, name_or_digest: str, *, wall: Callable[[], float] = time.time
+) -> ModelRecord:
     """The one model that is served under a name, a digest, or the first 8 or more digits of one.
 
+    Anybody can announce a model under somebody else's name. So where several fit, those count that have a peer.
     Raises UnknownModel that lists what is served, MixedModels where several fit.
     """
-    by_digest = served_models(model_records(await directory.collect(MODELS_TOPIC)))
+    records = model_records(await directory.collect(MODELS_TOPIC))
+    by_digest = served_models(records)
     wanted = name_or_digest.casefold()
     fitting = [model for model in by_digest if wanted in (model.name.casefold(), model.digest)]
     if not fitting and len(wanted) >= MIN_DIGEST_PREFIX:
@@ -222,6 +227,11 @@ async def find_model(directory: Directory, name_or_digest: str) -> ModelRecord:
     if not fitting:
         served = ", ".join(f"{model.name} ({model.digest[:12]})" for model in by_digest) or "nothing"
         raise UnknownModel(f"nobody serves {name_or_digest!r}; this swarm serves {served}")
+    if len(fitting) > 1:
+        authors = Counter(record.digest for record in records)
+        likeliest = sorted(fitting, key=lambda model: -authors[model.digest])[:_MOST_CHECKED]
+        alive = [model for model in likeliest if await find_peers(directory, model.digest, now=wall())]
+        fitting = sorted(alive or likeliest, key=fitting.index)
     if len(fitting) > 1:
         listed = "; ".join(
             f"{model.digest[:16]} ({model.name}, {model.weights}, {model.layers} layers)" for model in fitting

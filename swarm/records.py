@@ -7,8 +7,9 @@ checked, and the record must be about its author.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
@@ -26,6 +27,9 @@ _STATES = (SERVING, LEAVING)
 MAX_ADDRESSES = 16
 MAX_LINKS = 256
 MAX_TEXT = 256
+_MOST_S = 3600.0
+"""No measured time is longer; sums of such times stay finite."""
+_MOST_BYTES_PER_S = 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,15 @@ class PeerRecord:
     expires_at: float
     entries: tuple[int, ...] = ()
     links: Mapping[str, Link] = field(default_factory=dict)
+
+    @property
+    def places(self) -> tuple[Address, ...]:
+        """Where it listens, each pinned to its own id: nobody else is accepted there."""
+        return tuple(
+            replace(address, peer_id=self.peer_id)
+            for address in map(Address.parse, self.addresses)
+            if address.peer_id in ("", self.peer_id)
+        )
 
     def seal(self, identity: Identity) -> Notice:
         return Notice.seal(identity, topic=self.model, body=_pack(self.to_plain()), expires_at=self.expires_at)
@@ -128,8 +141,8 @@ class PeerRecord:
             addresses=addresses,
             device=read.text("device"),
             numerics=Numerics.parse(read.text("numerics")),
-            layer_time_s=read.number("layer_time_s"),
-            prefill_time_s=read.number("prefill_time_s"),
+            layer_time_s=read.number("layer_time_s", _MOST_S),
+            prefill_time_s=read.number("prefill_time_s", _MOST_S),
             kv_free=read.integer("kv_free"),
             kv_total=read.integer("kv_total"),
             sessions=read.integer("sessions"),
@@ -257,9 +270,9 @@ class _Reader:
             raise DirectoryError(f"record: {name} is {value!r}")
         return value
 
-    def number(self, name: str) -> float:
+    def number(self, name: str, most: float = sys.float_info.max) -> float:
         value = float(self._get(name, (int, float)))
-        if not math.isfinite(value) or value < 0:
+        if not 0 <= value <= most:  # NaN is neither
             raise DirectoryError(f"record: {name} is {value!r}")
         return value
 
@@ -282,8 +295,11 @@ class _Reader:
                 isinstance(peer, str)
                 and isinstance(pair, list)
                 and len(pair) == 2
-                and all(isinstance(x, (int, float)) and not math.isnan(x) for x in pair)
+                and all(isinstance(x, (int, float)) for x in pair)
+                and pair[0] <= _MOST_S
+                and not math.isnan(pair[1])
             ):
                 raise DirectoryError(f"record: {name} has a wrong entry for {peer!r}"[:200])
-            links[peer] = Link(rtt_s=float(pair[0]) if pair[0] >= 0 else math.inf, bytes_per_s=max(0.0, float(pair[1])))
+            bytes_per_s = min(max(0.0, float(pair[1])), _MOST_BYTES_PER_S)
+            links[peer] = Link(rtt_s=float(pair[0]) if pair[0] >= 0 else math.inf, bytes_per_s=bytes_per_s)
         return links

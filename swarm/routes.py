@@ -177,9 +177,3 @@ class Plan:
     request: RouteRequest
     records: tuple[PeerRecord, ...]
     links: Mapping[str, Link]
-
-    @property
-    def second(self) -> Alternative | None:
-        """The cheapest whole route that is another."""
-        others = [other for other in self.alternatives if other.route]
-        return min(others, key=lambda other: (other.cost_s or 0.0, other.peer_id), default=None)

@@ -17,6 +17,10 @@ from numpy.typing import NDArray
 from swarm.errors import ConfigError
 
 MAX_LOGPROBS = 64
+# sorting a whole vocabulary takes milliseconds, and top-p mostly ends within its first hundreds
+_FIRST = 256
+_GROWTH = 8
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,11 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def filters(self) -> bool:
+        """Whether any token is left out."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -76,26 +85,27 @@ def choose(
     if sampling.logprobs is None:
         return Choice(token=token)
     logprobs = _log_softmax(logits)
-    best = np.argsort(-logprobs, kind="stable")[: sampling.logprobs] if sampling.logprobs else ()
+    best = _likeliest(logprobs, sampling.logprobs) if sampling.logprobs else ()
     return Choice(token=token, logprob=float(logprobs[token]), top=tuple((int(i), float(logprobs[i])) for i in best))
 
 
-def probabilities(scores: NDArray[np.float32], sampling: Sampling) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-    """The distribution after temperature, top-k, top-p and min-p: ids, likeliest first, and their shares."""
+def probabilities(
+    scores: NDArray[np.float32], sampling: Sampling, *, enough: float = 1.0
+) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+    """The distribution after temperature, top-k, top-p and min-p: ids, likeliest first, and their shares.
+
+    Where no filter cuts the tail off, it ends once the shares sum up to `enough`: sorting a whole vocabulary takes
+    longer than a small model's decode step.
+    """
     wide = scores.astype(np.float64)
     with np.errstate(over="ignore"):
         # from the largest down: a temperature near 0 makes the others -inf, and nothing NaN
         scaled = (wide - wide.max()) / sampling.temperature
-    keep = len(scaled)
-    if 0 < sampling.top_k < keep:
-        # everything at least as likely as the k-th stays a candidate, then a stable order decides ties
-        threshold = np.partition(scaled, keep - sampling.top_k)[keep - sampling.top_k]
-        candidates = np.flatnonzero(scaled >= threshold)
-        order = candidates[np.argsort(-scaled[candidates], kind="stable")][: sampling.top_k]
-    else:
-        order = np.argsort(-scaled, kind="stable")
-    shares = np.exp(scaled[order] - scaled[order[0]])
-    shares /= shares.sum()
+    weights = np.exp(scaled)
+    order = _candidates(scaled, weights, sampling, enough)
+    shares = weights[order] / (weights[order] if sampling.top_k else weights).sum()
+    if not sampling.filters:
+        return order, shares
     if sampling.top_p < 1.0:
         # the smallest set whose sum reaches top_p; the likeliest always stays
         count = int(np.searchsorted(np.cumsum(shares), sampling.top_p)) + 1
@@ -106,9 +116,34 @@ def probabilities(scores: NDArray[np.float32], sampling: Sampling) -> tuple[NDAr
     return order, shares / shares.sum()
 
 
+def _candidates(
+    scaled: NDArray[np.float64], weights: NDArray[np.float64], sampling: Sampling, enough: float
+) -> NDArray[np.intp]:
+    """Ids, likeliest first, of all that the filters can leave. Both arrays [vocab]; `weights` not normalised."""
+    if sampling.top_k:
+        return _likeliest(scaled, sampling.top_k)
+    if sampling.min_p > 0.0 and sampling.top_p == 1.0:
+        # the likeliest weighs 1; a share may be rounded the other way than its weight
+        return _likeliest(scaled, int((weights >= sampling.min_p * (1 - _ROUNDING)).sum()))
+    share = sampling.top_p if sampling.filters else enough
+    count = _FIRST if share < 1.0 else len(scaled)
+    wanted = share * weights.sum() * (1 + _ROUNDING)
+    while (order := _likeliest(scaled, count)).size < len(scaled) and weights[order].sum() < wanted:
+        count *= _GROWTH
+    return order
+
+
+def _likeliest(scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:
+    """Ids of the `count` highest of `scores` [vocab], highest first and equals in their order."""
+    place = len(scores) - count
+    # everything as high as the last of them is a candidate, then a stable order decides
+    candidates = np.flatnonzero(scores >= np.partition(scores, place)[place]) if place > 0 else np.arange(len(scores))
+    return candidates[np.argsort(-scores[candidates], kind="stable")][:count]
+
+
 def _draw(scores: NDArray[np.float32], sampling: Sampling, position: int) -> int:
-    ids, shares = probabilities(scores, sampling)
     uniform = np.random.Generator(np.random.Philox(key=[sampling.seed, position])).random()
+    ids, shares = probabilities(scores, sampling, enough=uniform)
     index = int(np.searchsorted(np.cumsum(shares), uniform, side="right"))
     return int(ids[min(index, len(ids) - 1)])
 

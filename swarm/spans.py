@@ -31,7 +31,7 @@ class LayerRange:
         """Read `A:B`. Raises ConfigError naming the text."""
         match = _WRITTEN.fullmatch(text.strip())
         if match is None:
-            raise ConfigError(f"{text!r} is not a layer range; write it as A:B, for example 0:10")
+            raise ConfigError(f"{text!r} is not a layer range; write it as A:B, counted from 0, for example 0:10")
         return cls(int(match[1]), int(match[2]))
 
     def __str__(self) -> str:

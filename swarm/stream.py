@@ -30,7 +30,7 @@ from swarm.identity import Identity
 from swarm.limits import DEFAULT_LIMITS, Limits
 from swarm.listener import Listener, bind
 from swarm.tls import caller_context, certified_peer, dial, peer_context, take
-from swarm.wire.failures import error_to_failure, failure_to_error
+from swarm.wire.failures import error_to_failure, failure_to_error, fault_of
 from swarm.wire.messages import Failure, Hello, Message
 from swarm.wire.protocol import Connection, Role, ends_connection
 
@@ -152,6 +152,10 @@ class Stream(asyncio.Protocol):
         self._news.set()
         return self._end
 
+    def allow_payload(self, size: int) -> None:
+        """Let frames bring up to `size` bytes from now on, where `limits.max_payload` is less."""
+        self._connection.allow_payload(size)
+
     def fail(self, error: SwarmError) -> None:
         """Tell the other side that `error` ends the connection, if it can still be told; then `close`."""
         # gone, for whatever reason it was ended, or not greeted yet and so nobody that could be told
@@ -252,8 +256,8 @@ async def connect(address: Address, hello: Hello, *, timeout: float = 5.0, limit
     """Connect, check who is there, exchange greetings.
 
     Raises PeerUnreachable where nobody answers properly within `timeout` seconds, WrongPeer where somebody
-    else is there than `address` says, RemoteProtocolError on another protocol version, and the error that
-    the peer's Failure means where it refuses.
+    else is there than `address` says, RemoteProtocolError on another protocol version, and the PeerError that
+    the peer's Failure means where it refuses: PeerFailed where that would be any other error.
     """
     stream = Stream(Role.CALLER, limits)
     try:
@@ -265,6 +269,8 @@ async def connect(address: Address, hello: Hello, *, timeout: float = 5.0, limit
         raise _unreachable(address, f"does not answer within {timeout:g} s") from error
     except PeerLost as error:
         raise _unreachable(address, "hung up before its greeting") from error
+    except SwarmError as error:  # a Failure in the greeting has whatever code the peer likes
+        raise fault_of(stream.peer_id, error, RemoteProtocolError) from None
     finally:
         if not hasattr(stream, "hello"):
             stream.abort(PeerLost(f"{address.place} was given up"))

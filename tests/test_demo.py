@@ -7,14 +7,15 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from swarm.demo import PROMPT
+from client.options import messages
+from swarm.demo import GRID, PROMPT, show_prompt
 from swarm.manifest import load_manifest
 from tests.conftest import ChatIds, GreedyReference
 from tests.harness import PATIENCE_S, ROOT, ports_of, run_swarm, still_running, swarm_command, wait_until
@@ -44,7 +45,16 @@ def test_its_text_is_that_of_the_unsplit_model(
 def test_more_peers_than_the_grid_allows_are_refused(smollm2_gguf: Path) -> None:
     done = run_swarm("demo", "--peers", "9")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: 9 peers")
+    assert done.stderr.splitlines()[0].startswith("error: 9 peers")  # before anything else is done
+
+
+def test_the_grid_that_the_demo_reckons_with_is_the_models(smollm2_package: Path) -> None:
+    assert load_manifest(smollm2_package).grid == GRID
+
+
+def test_a_prompt_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    show_prompt(messages(), "what does [/b] mean? :smile:")
+    assert "what does [/b] mean? :smile:" in capsys.readouterr().err
 
 
 class Run:
@@ -70,6 +80,12 @@ class Run:
         found: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
         return found
 
+    @property
+    def commands(self) -> Iterator[str]:
+        for child in self.children:
+            with suppress(psutil.Error):  # it has just ended
+                yield " ".join(child.cmdline())
+
     def interrupt(self) -> None:
         os.killpg(self.process.pid, signal.SIGINT)
 
@@ -85,11 +101,11 @@ def running(folder: Path, cache: Path | None = None) -> Iterator[Run]:
 
 
 def converts(run: Run) -> bool:
-    return any("LLMPipeline" in " ".join(child.cmdline()) for child in run.children)
+    return any("LLMPipeline" in command for command in run.commands)
 
 
 def starts_peers(run: Run) -> bool:
-    return any("swarm.tether" in " ".join(child.cmdline()) for child in run.children)
+    return any("swarm.tether" in command for command in run.commands)
 
 
 def answers(run: Run) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,11 @@ class Step:
 
 StepResult = NDArray[np.float32] | SwarmError
 """[n, hidden_size] hidden states, or [rows, vocab_size] logits from the span with the head. Or why not."""
+
+
+Precision = Literal["accuracy", "performance"]
+"""`accuracy`: f32 with an f32 cache, the unsplit model's tokens; `performance`: what the device does by default."""
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,13 @@
 
 One directory per graph, named by everything that the result depends on. OpenVINO writes its blob
 there; `sealed.json` then states the blob's size and SHA-256. Without a matching seal (the process died while
-writing, the disk failed) the entry is thrown away: a bad blob can crash the process that loads it.
+writing, the disk failed) the entry is thrown away: a bad blob can crash the process that loads it. The seal's
+time is that of its last use; `evict` keeps the entries that were used last.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -21,6 +23,7 @@ from swarm.errors import PackageError
 from swarm.manifest import FileEntry, describe_file
 
 _SEAL = "sealed.json"
+_KEPT = 8
 
 
 def entry_path(cache_dir: Path, *key: str) -> Path:
@@ -35,7 +38,7 @@ def locked(entry: Path) -> Iterator[None]:
     The system drops the lock of a process that dies. Raises OSError where the directory is unwritable.
     """
     entry.parent.mkdir(parents=True, exist_ok=True)
-    with entry.with_suffix(".lock").open("w") as file:
+    with _lock_file(entry).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -54,10 +57,28 @@ def discard(entry: Path) -> None:
 def seal(entry: Path) -> None:
     """State what is in `entry` now, in one atomic step. Raises OSError."""
     if sorted(str(file["path"]) for file in _sealed(entry)) == sorted(path.name for path in _blobs(entry)):
+        os.utime(entry / _SEAL)
         return  # served as it was
     fresh = entry / f"{_SEAL}.new"
     fresh.write_text(json.dumps(_content(entry)))
     os.replace(fresh, entry / _SEAL)
+
+
+def evict(cache_dir: Path, keep: int = _KEPT) -> None:
+    """Remove what was not used lately: all but the `keep` entries used last, and those in somebody's hands.
+
+    A process that has loaded an entry needs its files no more. Raises OSError.
+    """
+    used = {path.parent: path.stat().st_mtime_ns for path in cache_dir.glob(f"*/{_SEAL}")}
+    for entry in sorted(used, key=used.__getitem__, reverse=True)[keep:]:
+        with _lock_file(entry).open("w") as file, contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            discard(entry)
+
+
+def _lock_file(entry: Path) -> Path:
+    """It stays when its entry goes: whoever waits for it must not hold another file than who comes later."""
+    return entry.with_suffix(".lock")
 
 
 def _sealed(entry: Path) -> list[dict[str, object]]:

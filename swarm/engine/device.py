@@ -10,11 +10,10 @@ from typing import Any
 
 import openvino as ov
 
-from swarm.engine.base import Numerics
-from swarm.engine.cache import discard, discard_if_damaged, entry_path, locked, seal
+from swarm.engine.base import PRECISIONS, Numerics
+from swarm.engine.cache import discard, discard_if_damaged, entry_path, evict, locked, seal
 from swarm.errors import ConfigError, EngineError
 
-PRECISIONS = ("accuracy", "performance")
 EXACT = Numerics(inference="f32", kv="f32")
 _logger = logging.getLogger(__name__)
 
@@ -67,14 +66,23 @@ def compile_span(
     return span
 
 
+def check_device(device: str) -> None:
+    """Raises ConfigError where this machine has no such device, naming those that it has."""
+    _check_device(ov.Core(), device)
+
+
+def _check_device(core: ov.Core, device: str) -> None:
+    available = core.available_devices
+    if device.partition(".")[0] not in {name.partition(".")[0] for name in available}:
+        raise ConfigError(f"device {device!r} is not on this machine, which has {', '.join(available)}")
+
+
 def _properties(core: ov.Core, device: str, precision: str, threads: int) -> dict[str, Any]:
     if precision not in PRECISIONS:
         raise ConfigError(f"precision {precision!r} is none of {', '.join(PRECISIONS)}")
     if not 0 <= threads <= 4096:
         raise ConfigError(f"threads is {threads}; 0 leaves the choice to OpenVINO, else 1 or more")
-    available = core.available_devices
-    if device.partition(".")[0] not in {name.partition(".")[0] for name in available}:
-        raise ConfigError(f"device {device!r} is not on this machine, which has {', '.join(available)}")
+    _check_device(core, device)
     wanted: dict[str, Any] = {"NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY"}
     if precision == "accuracy":
         # The execution mode alone leaves the inference precision open, and a KV precision that the
@@ -115,6 +123,7 @@ def _compile_cached(
                 _logger.warning("compiling without the cache: %s would not serve", entry)
                 return core.compile_model(model, device, dict(properties))
             seal(entry)
+            evict(cache_dir)
             return compiled
     except OSError as error:
         _logger.warning("compiling without the cache: %s", error)

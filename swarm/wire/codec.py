@@ -16,7 +16,7 @@ import msgpack
 from swarm.errors import LocalProtocolError, RemoteProtocolError, SwarmError
 from swarm.sampling import Sampling
 from swarm.wire import messages, questions
-from swarm.wire.framing import Buffer, Frame
+from swarm.wire.framing import Buffer
 from swarm.wire.messages import HopTrace, Message
 from swarm.wire.tensors import WIRE_SIZES, byte_count, from_bytes, to_bytes
 
@@ -277,10 +277,6 @@ def read_message(plain: Mapping[str, Plain], payload: memoryview) -> Message:
         raise RemoteProtocolError(f"{plan.message.__name__}: {error}") from error
     except LocalProtocolError as error:
         raise RemoteProtocolError(str(error)) from error  # what was read breaks the message's own rules
-
-
-def decode(frame: Frame) -> Message:
-    return read_message(read_header(frame.header), frame.payload)
 
 
 def _take_bulk(name: str, length: Plain, payload: _Payload) -> bytes:

@@ -62,6 +62,14 @@ def failure_to_error(failure: Failure, sender: str) -> SwarmError:
     return kind(text)
 
 
+def fault_of(peer: str, error: SwarmError, *kept: type[SwarmError]) -> SwarmError:
+    """`error`, where it is a PeerError or one of `kept`; else a PeerFailed that says the same of `peer`.
+
+    A peer may answer with any code; no choice of its own makes its failure look like this program's.
+    """
+    return error if isinstance(error, (PeerError, *kept)) else PeerFailed(str(error), peer=peer)
+
+
 def _bounded(seconds: float) -> float:
     return min(max(seconds, 0.0), MAX_RETRY_AFTER_S)
 

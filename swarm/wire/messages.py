@@ -43,7 +43,8 @@ from swarm.sampling import MAX_LOGPROBS, Sampling
 
 PROTOCOL_VERSION = 1
 MAX_STEP_TOKENS = 2048
-MAX_STEP_ROWS = 512
+MAX_STEP_ROWS = 64
+"""Tokens that one step may ask for: choosing each takes milliseconds of the device's thread."""
 MAX_HOPS = 256
 MAX_DETAIL = 32
 MAX_DETAIL_VALUES = 1024
@@ -225,8 +226,13 @@ class Attached(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class HopTrace:
-    """Where a step's time went on one hop; seconds. `received_at` and `sent_at` are that machine's
-    monotonic clock: comparable between hops only where they share a machine."""
+    """Where a step's time went on one hop; seconds.
+
+    `queue_s` it waited for the steps before it and for the device, `compute_s` it was on the device; both were
+    measured. `received_at` and `sent_at` are that machine's monotonic clock, comparable between hops only where
+    they share a machine: when the step had been read, and when its result was about to be encoded. `codec_s`
+    is what encoding took in the session's step before, and so comes after `sent_at`.
+    """
 
     peer: str
     queue_s: float

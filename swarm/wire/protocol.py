@@ -6,7 +6,8 @@ The rules:
 * Both sides see the same states, START -> GREETING -> GREETED -> CLOSED, and change them only by `_TABLE`: a
   message that is not in the table for its state and its sender is nonsense.
 * The caller greets first. The peer answers with its own Hello, or with a Failure, and that is the end.
-* Before GREETED a frame is small: a few kilobytes of header and no payload.
+* Before GREETED a frame is small: a few kilobytes of header and no payload. How large a payload may be afterwards
+  this side may raise later, with `allow_payload`: who has not asked for much need not send much.
 * A Failure about neither a request nor a step is about the connection: the sender closes it.
 * Nonsense from the other side is a RemoteProtocolError and makes this side deaf: what comes after it is not
   looked at. It may still speak, as in the state before: its answers, and the Failure that says why it closes.
@@ -113,6 +114,12 @@ class Connection:
         self._max_header = max_header
         self._max_payload = max_payload
         self._framer = Framer(max_header=min(MAX_GREETING, max_header), max_payload=0)
+
+    def allow_payload(self, size: int) -> None:
+        """Accept payloads of `size` bytes from the next frame on. Never less than before, never over MAX_PAYLOAD."""
+        self._max_payload = max(self._max_payload, min(size, MAX_PAYLOAD))
+        if self.state is State.GREETED:
+            self._framer.max_payload = self._max_payload
 
     @property
     def between_frames(self) -> bool:

@@ -1,7 +1,6 @@
 """Cases 1, 2 and 3: peers are killed, stopped and restarted while they compute. The text is as if nothing had been.
 
-Three peers in a row, with spares for the one in the middle. A peer is lost in each of three ways: at a token,
-in the middle of a prompt, and with nobody to take its place.
+Three peers in a row, with spares for the one in the middle: fewer from test to test, since starting one takes longest.
 """
 
 from __future__ import annotations
@@ -85,7 +84,79 @@ async def connect(row: Row, digest: str, diary: Diary, **options: Any) -> SwarmC
     )
 
 
-# -- case 1
+# -- case 2
+
+
+def test_a_stopped_peer_is_left_out_and_the_session_beside_it_goes_on_as_if_nothing_was(
+    row: Row, digest: str, chat_ids: ChatIds, greedy_reference: GreedyReference
+) -> None:
+    """Both sessions share a client, its connections, the first peer and the last one."""
+    row.stand(middles=3)
+    diary = Diary()
+    expected = greedy_reference(chat_ids(PROMPT), 40)
+
+    async def turns(chat: ChatSession, over: asyncio.Event) -> list[list[int]]:
+        answers = []
+        while not over.is_set():
+            chat.reset()
+            answers.append(list((await chat.send(PROMPT, exactly(40))).token_ids))
+        return answers
+
+    async def story() -> None:
+        async with (
+            asyncio.timeout(PATIENCE_S),
+            await connect(row, digest, diary, step_floor_s=2.0) as client,
+            contextlib.AsyncExitStack() as stack,
+        ):
+            struck, beside = await _sessions_over_both(client, stack)
+            victim, route_beside = names_on(struck.route)[1], beside.route
+            diary.events.clear()
+            over = asyncio.Event()
+            others = asyncio.create_task(turns(beside, over))
+            ids: list[int] = []
+            with contextlib.ExitStack() as stop:
+                async with aclosing(struck.stream(PROMPT, exactly(40))) as answer:
+                    async for piece in answer:
+                        ids.extend(piece.token_ids)
+                        if len(ids) == 10:
+                            stop.enter_context(stopped(row.town[victim]))
+                over.set()
+                answers = await others
+            assert piece.metrics is not None
+            assert ids == expected
+            assert piece.metrics.repairs == 1
+            assert names_on(struck.route) == names_on(route_beside)
+            (repair,) = diary.of(Stage.REPAIRING)
+            assert row.town[victim].address.partition("#")[2][:8] in repair.text
+            assert len(answers) > 1, "the session beside stood still"
+            assert all(answer == expected for answer in answers)
+            assert beside.route == route_beside
+
+    asyncio.run(story())
+
+
+async def _sessions_over_both(client: SwarmClient, stack: contextlib.AsyncExitStack) -> tuple[ChatSession, ChatSession]:
+    """Two chats whose routes differ in the middle: where a peer is full, the next one goes elsewhere."""
+    over: dict[str, ChatSession] = {}
+    filling: list[ChatSession] = []
+    while len(over) < 2:
+        chat = await stack.enter_async_context(client.session(max_tokens=600))
+        await chat.send(PROMPT, exactly(1))
+        chat.reset()
+        _, *between, _ = names_on(chat.route)
+        if len(between) > 1:
+            await chat.close()  # not all ways are measured yet, and this one led over both
+        elif between[0] in over:
+            filling.append(chat)
+        else:
+            over[between[0]] = chat
+    for chat in filling:
+        await chat.close()
+    one, other = over.values()
+    return one, other
+
+
+# -- case 1, with a spare
 
 
 def test_a_peer_killed_at_a_token_is_replaced_by_the_spare_and_the_text_is_exact(
@@ -151,6 +222,59 @@ def _assert_repaired_once(row: Row, diary: Diary, last: Piece) -> None:
     assert names_on(last.metrics.route) == after
 
 
+# -- case 3
+
+
+def test_a_peer_restarted_three_times_has_one_entry_and_its_former_lives_are_never_routed_to(
+    row: Row, digest: str, chat_ids: ChatIds, greedy_reference: GreedyReference
+) -> None:
+    (middle,) = row.stand(middles=1)
+    diary = Diary()
+
+    async def restart() -> None:
+        """At the same place: who means a former life reaches the next one."""
+        place = row.town[middle.name].address.partition("#")[0]
+        for _ in range(3):
+            row.town[middle.name].kill()
+            row.town.start(middle, listen=place)
+            await asyncio.to_thread(row.town.wait, middle, "chosen")
+
+    async def story() -> list[Piece]:
+        pieces: list[Piece] = []
+        async with (
+            asyncio.timeout(PATIENCE_S),
+            await connect(row, digest, diary, wait_for_peers_s=PATIENCE_S, repair_timeout_s=PATIENCE_S) as client,
+            aclosing(client.generate(PROMPT, exactly(40))) as answer,
+        ):
+            async for piece in answer:
+                pieces.append(piece)
+                if len(pieces) == 10:
+                    await restart()
+        return pieces
+
+    pieces = asyncio.run(story())
+    assert tokens_of(pieces) == greedy_reference(chat_ids(PROMPT), 40)
+    assert pieces[-1].metrics is not None
+    assert pieces[-1].metrics.repairs == 1
+    assert not diary.of(Stage.REPAIRING), "a route led to a former life"
+    assert diary.of(Stage.WAITING)
+    row.town.wait(middle)
+    entries = _entries(row, digest, middle)
+    assert len(entries) == 1
+    assert entries[0]["hop"] == 1
+    assert not entries[0]["unreachable"]
+
+
+def _entries(row: Row, digest: str, house: House) -> list[dict[str, Any]]:
+    """What `swarm routes` lists of this peer."""
+    done = run_swarm("routes", digest, "--json", "--initial-peer", row.town.addresses[0])
+    assert done.returncode == 0, done.stderr
+    return [peer for peer in json.loads(done.stdout)["peers"] if peer["name"] == house.name]
+
+
+# -- case 1, without a spare
+
+
 def test_without_a_spare_the_uncovered_layers_are_named_and_the_text_so_far_is_kept(
     row: Row, digest: str, greedy_reference: GreedyReference, tmp_path: Path
 ) -> None:
@@ -213,125 +337,3 @@ class _Command:
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
-
-
-# -- case 2
-
-
-def test_a_stopped_peer_is_left_out_and_the_session_beside_it_goes_on_as_if_nothing_was(
-    row: Row, digest: str, chat_ids: ChatIds, greedy_reference: GreedyReference
-) -> None:
-    """Both sessions share a client, its connections, the first peer and the last one."""
-    row.stand(middles=2)
-    diary = Diary()
-    expected = greedy_reference(chat_ids(PROMPT), 40)
-
-    async def turns(chat: ChatSession, over: asyncio.Event) -> list[list[int]]:
-        answers = []
-        while not over.is_set():
-            chat.reset()
-            answers.append(list((await chat.send(PROMPT, exactly(40))).token_ids))
-        return answers
-
-    async def story() -> None:
-        async with (
-            asyncio.timeout(PATIENCE_S),
-            await connect(row, digest, diary, step_floor_s=2.0) as client,
-            contextlib.AsyncExitStack() as stack,
-        ):
-            struck, beside = await _sessions_over_both(client, stack)
-            victim, route_beside = names_on(struck.route)[1], beside.route
-            diary.events.clear()
-            over = asyncio.Event()
-            others = asyncio.create_task(turns(beside, over))
-            ids: list[int] = []
-            with contextlib.ExitStack() as stop:
-                async with aclosing(struck.stream(PROMPT, exactly(40))) as answer:
-                    async for piece in answer:
-                        ids.extend(piece.token_ids)
-                        if len(ids) == 10:
-                            stop.enter_context(stopped(row.town[victim]))
-                over.set()
-                answers = await others
-            assert piece.metrics is not None
-            assert ids == expected
-            assert piece.metrics.repairs == 1
-            assert names_on(struck.route) == names_on(route_beside)
-            (repair,) = diary.of(Stage.REPAIRING)
-            assert row.town[victim].address.partition("#")[2][:8] in repair.text
-            assert len(answers) > 1, "the session beside stood still"
-            assert all(answer == expected for answer in answers)
-            assert beside.route == route_beside
-
-    asyncio.run(story())
-
-
-async def _sessions_over_both(client: SwarmClient, stack: contextlib.AsyncExitStack) -> tuple[ChatSession, ChatSession]:
-    """Two chats whose routes differ in the middle: where a peer is full, the next one goes elsewhere."""
-    over: dict[str, ChatSession] = {}
-    filling: list[ChatSession] = []
-    while len(over) < 2:
-        chat = await stack.enter_async_context(client.session(max_tokens=600))
-        await chat.send(PROMPT, exactly(1))
-        chat.reset()
-        _, *between, _ = names_on(chat.route)
-        if len(between) > 1:
-            await chat.close()  # not all ways are measured yet, and this one led over both
-        elif between[0] in over:
-            filling.append(chat)
-        else:
-            over[between[0]] = chat
-    for chat in filling:
-        await chat.close()
-    one, other = over.values()
-    return one, other
-
-
-# -- case 3
-
-
-def test_a_peer_restarted_three_times_has_one_entry_and_its_former_lives_are_never_routed_to(
-    row: Row, digest: str, chat_ids: ChatIds, greedy_reference: GreedyReference
-) -> None:
-    (middle,) = row.stand(middles=1)
-    diary = Diary()
-
-    async def restart() -> None:
-        """At the same place: who means a former life reaches the next one."""
-        place = row.town[middle.name].address.partition("#")[0]
-        for _ in range(3):
-            row.town[middle.name].kill()
-            row.town.start(middle, listen=place)
-            await asyncio.to_thread(row.town.wait, middle, "chosen")
-
-    async def story() -> list[Piece]:
-        pieces: list[Piece] = []
-        async with (
-            asyncio.timeout(PATIENCE_S),
-            await connect(row, digest, diary, wait_for_peers_s=PATIENCE_S, repair_timeout_s=PATIENCE_S) as client,
-            aclosing(client.generate(PROMPT, exactly(40))) as answer,
-        ):
-            async for piece in answer:
-                pieces.append(piece)
-                if len(pieces) == 10:
-                    await restart()
-        return pieces
-
-    pieces = asyncio.run(story())
-    assert tokens_of(pieces) == greedy_reference(chat_ids(PROMPT), 40)
-    assert pieces[-1].metrics is not None
-    assert pieces[-1].metrics.repairs == 1
-    assert not diary.of(Stage.REPAIRING), "a route led to a former life"
-    assert diary.of(Stage.WAITING)
-    row.town.wait(middle)
-    entries = _entries(row, digest, middle)
-    assert len(entries) == 1
-    assert entries[0]["hop"] == 1
-    assert not entries[0]["unreachable"]
-
-
-def _entries(row: Row, digest: str, house: House) -> list[dict[str, Any]]:
-    """What `swarm routes` lists of this peer."""
-    done = run_swarm("routes", digest, "--json", "--initial-peer", row.town.addresses[0])
-    assert done.returncode == 0, done.stderr
-    return [peer for peer in json.loads(done.stdout)["peers"] if peer["name"] == house.name]

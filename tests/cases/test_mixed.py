@@ -74,7 +74,7 @@ def test_no_layout_changes_a_greedy_or_a_sampled_text(
     greedy_reference: GreedyReference,
 ) -> None:
     """One peer; two, of which one runs a part of its span; these two without a way to each other; three."""
-    town.populate(street.whole, street.anna, street.ben)
+    town.populate(street.whole, street.anna, street.ben, street.other)
     texts: dict[str, list[Reply]] = {}
 
     async def write(layout: str, client: SwarmClient, room: int) -> None:

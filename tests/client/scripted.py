@@ -134,7 +134,8 @@ class ScriptedPeer:
     """One peer of the toy model.
 
     Set `on_step` to be asked before each step is computed (count from 0 over all sessions): it may raise
-    an error to be told, or call one of the faults below. `on_open` likewise for each OpenSession.
+    an error to be told, or call one of the faults below. `on_open` likewise for each OpenSession, and
+    `greeting` for each caller.
     """
 
     def __init__(self, name: str, span: LayerRange, manifest: Manifest, *, incarnation: int = 1) -> None:
@@ -147,6 +148,7 @@ class ScriptedPeer:
         self.on_step: Callable[[int, Forward], None] = lambda count, forward: None
         self.on_open: Callable[[OpenSession], None] = lambda ask: None
         self.alter: Callable[[Output], Output] = lambda output: output
+        self.greeting: Callable[[], Hello] = self.hello
         self.unreachable: set[str] = set()
         self.files: dict[str, bytes] = {}
         self.directory: Directory | None = None
@@ -208,7 +210,7 @@ class ScriptedPeer:
         )
 
     async def start(self) -> None:
-        self._listener = await listen("127.0.0.1", 0, self.identity, self.hello, self._serve)
+        self._listener = await listen("127.0.0.1", 0, self.identity, lambda: self.greeting(), self._serve)
 
     async def close(self) -> None:
         self._thawed.set()

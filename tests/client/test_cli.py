@@ -38,3 +38,9 @@ def test_what_is_wrong_is_one_line_and_an_exit_code(words: tuple[str, ...], code
     assert said in done.stderr
     assert done.stderr.startswith("error: ")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_wrong_context_is_told_by_the_name_of_its_option() -> None:
+    done = swarm("chat", "toy", *HERE, "--context", "0")
+    assert done.returncode == 2
+    assert "--context" in done.stderr

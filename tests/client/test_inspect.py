@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import io
 import json
 import math
@@ -15,9 +16,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from client.config import GenerationConfig
 from client.inspect import Inspection, MeasuredLink, ModelView, inspect_swarm, measure, view_model
-from client.options import package_manifest, parse_initial_peers, parse_numerics
-from client.picture import Picture, Scale, memory, picture_models
+from client.inspect_cli import routes
+from client.options import (
+    USUAL_SESSION_TOKENS,
+    package_manifest,
+    parse_initial_peers,
+    parse_numerics,
+    write_json,
+)
+from client.picture import Picture, Scale, picture_models
 from swarm.directory import MemoryDirectory
 from swarm.errors import AddressError, ConfigError, PackageError, PeerUnreachable
 from swarm.manifest import MANIFEST
@@ -195,9 +204,10 @@ def test_models_are_listed_with_their_size_and_what_is_missing() -> None:
     out = io.StringIO()
     views = [ModelView(model=model, peers=2, missing=(LayerRange(11, 22),))]
     Console(file=out, width=80).print(picture_models(views))
-    for expected in ("smollm2", "dddddddddddd", "19/30", "2.7 MB", "a test", "nobody serves layers 11:22"):
+    for expected in ("smollm2", "dddddddddddd", "19/30", "6.8 MB", "a test", "nobody serves layers 11:22"):
         assert expected in out.getvalue()
-    assert (memory(900), memory(127_000_000), memory(3_200_000_000)) == ("900 B", "127 MB", "3.2 GB")
+    assert views[0].to_plain()["layer_bytes"] == 2_712_000
+    assert views[0].to_plain()["layer_memory_bytes"] == 6_780_000
 
 
 # -- options -------------------------------------------------------------------------------------------------------
@@ -224,6 +234,21 @@ def test_a_package_is_told_from_a_name_by_its_manifest(tmp_path: Path) -> None:
     assert package_manifest("smollm2-135m-instruct") is None
     with pytest.raises(PackageError, match="nothing"):
         package_manifest(str(tmp_path / "nothing"))
+
+
+def test_what_is_no_json_is_not_half_written(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        write_json({"fine": 1, "cost_s": math.inf})
+    assert capsys.readouterr().out == ""
+    write_json({"fine": 1}, indent=None)
+    assert capsys.readouterr().out == '{"fine": 1}\n'
+
+
+def test_the_routes_that_are_shown_have_room_for_what_generate_asks() -> None:
+    assert GenerationConfig().max_new_tokens < USUAL_SESSION_TOKENS
+    default = inspect.signature(routes).parameters["kv_tokens"].default
+    assert default == USUAL_SESSION_TOKENS
+    assert f"for {REQUEST.kv_tokens} tokens of cache" in drawn(look(COVERED), 120)
 
 
 # -- over real sockets ---------------------------------------------------------------------------------------------

@@ -10,8 +10,18 @@ from swarm.wire.messages import Forward, HopTrace, Output
 HOPS = [("a" * 32, "a", "0:3"), ("b" * 32, "b", "3:6")]
 
 
-def answer(sent_at: float, *, tokens: int = 1, rows: int = 1, offsets: tuple[float, float] = (0.0, 0.0)) -> Answer:
-    """A step of 10 ms: 1 on the way to each hop and back, 3 and 4 there. `offsets` are the hops' clocks' errors."""
+def answer(
+    sent_at: float,
+    *,
+    tokens: int = 1,
+    rows: int = 1,
+    offsets: tuple[float, float] = (0.0, 0.0),
+    codec_s: float = 0.00025,
+) -> Answer:
+    """A step of 10 ms: 1 to each hop and back, encoding at the hop before included, 3 and 4 there.
+
+    `offsets` are the hops' clocks' errors.
+    """
     traces = []
     for (peer, _, _), start, stay, offset in zip(HOPS, (0.001, 0.005), (0.003, 0.004), offsets, strict=True):
         traces.append(
@@ -19,7 +29,7 @@ def answer(sent_at: float, *, tokens: int = 1, rows: int = 1, offsets: tuple[flo
                 peer=peer,
                 queue_s=0.0005,
                 compute_s=stay - 0.001,
-                codec_s=0.00025,
+                codec_s=codec_s,
                 received_at=sent_at + start + offset,
                 sent_at=sent_at + start + stay + offset,
             )
@@ -29,13 +39,13 @@ def answer(sent_at: float, *, tokens: int = 1, rows: int = 1, offsets: tuple[flo
     return Answer(forward=forward, output=output, sent_at=sent_at, received_at=sent_at + 0.010)
 
 
-def measured(offsets: tuple[float, float] = (0.0, 0.0)) -> Metrics:
+def measured(offsets: tuple[float, float] = (0.0, 0.0), codec_s: float = 0.00025) -> Metrics:
     now = [100.0]
     meter = Meter(lambda: now[0])
     meter.step(answer(100.5, tokens=8, rows=0, offsets=offsets))
     meter.step(answer(100.6, tokens=8, rows=1, offsets=offsets))
     for place in range(10):
-        meter.step(answer(100.612 + 0.012 * place, offsets=offsets))
+        meter.step(answer(100.612 + 0.012 * place, offsets=offsets, codec_s=codec_s))
     return meter.metrics(prompt_tokens=16, reused_tokens=3, repairs=0, route="a → b", hops=HOPS)
 
 
@@ -46,19 +56,33 @@ def test_a_tokens_time_is_the_sum_of_its_parts() -> None:
     assert metrics.token_s == pytest.approx(0.012)
     assert metrics.tokens_per_second == pytest.approx(1 / 0.012)
     assert metrics.client_s == pytest.approx(0.002)
-    assert metrics.return_s == pytest.approx(0.001)
+    assert metrics.return_s == pytest.approx(0.00075)
     a, b = metrics.hops
     assert (a.network_s, a.queue_s, a.compute_s, a.codec_s, a.other_s) == pytest.approx(
-        (0.001, 0.0005, 0.002, 0.00025, 0.00025)
+        (0.001, 0.0005, 0.002, 0.00025, 0.0005)
     )
-    assert (b.network_s, b.compute_s, b.other_s) == pytest.approx((0.001, 0.003, 0.00025))
+    assert (b.network_s, b.compute_s, b.codec_s, b.other_s) == pytest.approx((0.00075, 0.003, 0.00025, 0.0005))
+    assert sum_of_parts(metrics) == pytest.approx(metrics.token_s)
+
+
+def sum_of_parts(metrics: Metrics) -> float:
+    hops = sum(h.network_s + h.queue_s + h.compute_s + h.codec_s + h.other_s for h in metrics.hops)
+    return hops + metrics.return_s + metrics.client_s
+
+
+def test_an_encoding_that_took_longer_before_is_no_longer_than_the_way() -> None:
+    metrics = measured(codec_s=0.5)
+    assert [hop.codec_s for hop in metrics.hops] == pytest.approx([0.001, 0.001])
+    assert [*(hop.network_s for hop in metrics.hops), metrics.return_s] == pytest.approx([0.001, 0, 0])
+    assert sum_of_parts(metrics) == pytest.approx(metrics.token_s)
 
 
 @pytest.mark.parametrize("offsets", [(5000.0, -3.0), (-0.5, 0.5), (1e6, 1e6)])
 def test_clocks_that_differ_share_the_way_out_evenly(offsets: tuple[float, float]) -> None:
     metrics = measured(offsets)
     ways = [*(hop.network_s for hop in metrics.hops), metrics.return_s]
-    assert ways == pytest.approx([0.001] * 3, abs=1e-6)
+    assert ways == pytest.approx([0.001, 0.00075, 0.00075], abs=1e-6)
+    assert sum_of_parts(metrics) == pytest.approx(metrics.token_s)
 
 
 def test_steps_over_an_earlier_route_are_left_out() -> None:

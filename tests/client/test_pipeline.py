@@ -13,6 +13,8 @@ from client.events import Stage
 from swarm.errors import (
     BadStep,
     ContextExceeded,
+    DirectoryError,
+    EngineError,
     LocalProtocolError,
     NotCovered,
     PeerBusy,
@@ -21,10 +23,11 @@ from swarm.errors import (
     PeerLost,
     RemoteProtocolError,
     SwarmError,
+    UnknownModel,
     UnknownSession,
 )
 from swarm.sampling import Sampling
-from swarm.wire.messages import Forward, OpenSession, Output
+from swarm.wire.messages import Forward, Hello, OpenSession, Output
 from tests.client.scripted import ScriptedPeer, toy_text
 from tests.client.world import QUICK, World, run
 
@@ -623,6 +626,40 @@ def test_a_slow_peer_is_not_a_stalled_one(prompt: list[int]) -> None:
         await pipeline.close()
 
     run(test, config=dataclasses.replace(QUICK, step_floor_s=0.05, stall_s=5.0))
+
+
+@pytest.mark.parametrize("odd", [DirectoryError, UnknownModel, EngineError])
+def test_a_peer_that_refuses_a_session_in_an_odd_way_is_replaced(prompt: list[int], odd: type[SwarmError]) -> None:
+    async def test(world: World) -> None:
+        await world.three()
+
+        def refuse(_: OpenSession) -> None:
+            raise odd("not in the mood")
+
+        world.swarm.peers["b"].on_open = refuse
+        pipeline = world.pipeline()
+        assert await world.write(pipeline, prompt, 3) == toy_text(prompt, 3)
+        assert "spare" in pipeline.describe_route()
+        await pipeline.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("odd", [DirectoryError, UnknownModel, BadStep])
+def test_a_peer_that_refuses_greetings_in_an_odd_way_is_passed_over(prompt: list[int], odd: type[SwarmError]) -> None:
+    async def test(world: World) -> None:
+        await world.three()
+
+        def refuse() -> Hello:
+            raise odd("not in the mood")
+
+        world.swarm.peers["b"].greeting = refuse
+        pipeline = world.pipeline()
+        assert await world.write(pipeline, prompt, 3) == toy_text(prompt, 3)
+        assert "spare" in pipeline.describe_route()
+        await pipeline.close()
+
+    run(test)
 
 
 def test_remote_protocol_errors_of_ours_are_not_the_peers(prompt: list[int]) -> None:

@@ -62,3 +62,17 @@ def test_the_answer_is_never_mixed_with_what_goes_away() -> None:
         screen.hear(Stage.ROUTING, "choosing a route")
         progress.write(" fox\n")
     assert screen.shown.getvalue().endswith("The fox\n")
+
+
+def test_a_file_learns_what_is_waited_for_at_once_and_no_line_twice() -> None:
+    screen = Screen(terminal=False)
+    for now in range(2, 12):
+        screen.now = float(now)
+        screen.hear(Stage.ROUTING, "choosing a route")
+        screen.hear(Stage.WAITING, "waiting for a peer: nobody serves layers 3:7")
+    screen.hear(Stage.WAITING, "waiting for a peer: all are busy")
+    assert screen.shown.getvalue().splitlines() == [
+        "choosing a route",
+        "waiting for a peer: nobody serves layers 3:7",
+        "waiting for a peer: all are busy",
+    ]

@@ -10,12 +10,13 @@ from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from client.circuit import Answer
-from client.client import SwarmClient, hello
+from client.client import SwarmClient
 from client.config import ClientConfig
 from client.events import Event
 from client.lines import Lines
 from client.pipeline import Pipeline
 from client.planner import Planner
+from swarm.greeting import client_hello
 from swarm.sampling import Sampling
 from tests.client.scripted import CONTEXT, ToySwarm, toy_manifest
 
@@ -68,7 +69,7 @@ class World:
         self.events: list[Event] = []
         self._spoke = asyncio.Event()
         self.answers: list[Answer] = []
-        self.lines = Lines(hello=hello(self.swarm.manifest.digest), config=config, clock=time.monotonic)
+        self.lines = Lines(hello=client_hello(self.swarm.manifest.digest), config=config, clock=time.monotonic)
         self.planner = Planner(
             self.swarm.directory,
             self.swarm.manifest,

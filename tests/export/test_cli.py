@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from export.cli import register
-from swarm.errors import ConfigError, PackageError
+from export.cli import Weights, register
+from swarm.errors import PackageError
 from swarm.manifest import load_manifest
 
 
@@ -47,8 +48,15 @@ def test_a_person_reads_stderr(app: typer.Typer, tiny_irs: Mapping[str, Path], t
 def test_refusals_reach_the_roof_as_they_are(app: typer.Typer, tmp_path: Path) -> None:
     missing = CliRunner().invoke(app, ["export", str(tmp_path / "nothing"), str(tmp_path / "package")])
     assert isinstance(missing.exception, PackageError)
+    assert missing.output == ""  # what is wrong is the only line, and the roof writes it
     wrong = CliRunner().invoke(app, ["export", str(tmp_path), str(tmp_path / "package"), "--weights", "int2"])
-    assert isinstance(wrong.exception, ConfigError)
+    assert wrong.exit_code == 2
+
+
+def test_the_command_offers_every_format_of_weights() -> None:
+    from export.compress import CHOICES
+
+    assert get_args(Weights) == CHOICES
 
 
 def test_the_command_line_loads_no_openvino() -> None:

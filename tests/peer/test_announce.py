@@ -18,6 +18,8 @@ from swarm.errors import ConfigError, DirectoryError
 from swarm.identity import Identity
 from swarm.peers import find_model, find_peers
 from swarm.records import LEAVING, SERVING, PeerRecord, model_records
+from swarm.stream import Stream, listen
+from swarm.wire.messages import Hello
 from tests.swarm.toy_teller import HELLO, model_record, peer_record, teller
 
 DIGEST = "0123456789abcdef" * 4
@@ -264,6 +266,34 @@ def test_somebody_else_at_a_peers_address_is_no_way_to_it() -> None:
             async with running(it):
                 await until(measured, "measured")
                 assert it.links[other.peer_id].rtt_s == math.inf
+
+    run(test())
+
+
+def test_a_peer_that_refuses_in_an_odd_way_costs_no_other_its_measurement() -> None:
+    def refuse() -> Hello:
+        raise DirectoryError("I have just started and know nobody")
+
+    async def handle(_: Stream) -> None:
+        """Nobody gets that far."""
+
+    async def test() -> None:
+        board, odd = MemoryDirectory(), Identity.generate()
+        it = announcer(board, Identity.generate())
+        listener = await listen("127.0.0.1", 0, odd, refuse, handle)
+        async with teller(board) as near:
+            await near.announce(DIGEST)
+            address = Address("127.0.0.1", listener.port)
+            await board.publish(peer_record(odd, DIGEST, address=address).seal(odd))
+
+            async def measured() -> bool:
+                return len(it.links) == 2
+
+            async with running(it):
+                await until(measured, "both are measured")
+                assert it.links[odd.peer_id].rtt_s == math.inf
+                assert it.links[near.identity.peer_id].reachable
+        await listener.close()
 
     run(test())
 

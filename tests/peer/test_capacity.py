@@ -9,15 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peer.capacity import (
-    EMPTY_PEER_BYTES,
-    WEIGHT_FACTOR,
     choose_span,
     kv_tokens_beside,
+    layers_filled,
     layers_that_fit,
     needed_bytes,
     service_rates,
+    usual_kv_tokens,
 )
 from swarm.errors import ConfigError
+from swarm.footprint import EMPTY_PEER_BYTES
 from swarm.manifest import FileEntry, LayerSpec, Manifest, even_grid, layer_part
 from swarm.spans import LayerRange
 
@@ -95,7 +96,7 @@ def test_a_faster_peer_serves_its_layers_better() -> None:
 
 
 def test_too_little_memory_names_what_is_needed() -> None:
-    with pytest.raises(ConfigError, match=r"0\.10 GB hold no part of toy: layers \d+:\d+, the smallest, need"):
+    with pytest.raises(ConfigError, match=r"100 MB hold no part of toy: layers \d+:\d+, the smallest, need"):
         choose(100 * MB)
     with pytest.raises(ConfigError, match="2 service rates"):
         choose_span(TOY, PLENTY, served=[0.0, 0.0], kv="f32", kv_tokens=1)
@@ -111,7 +112,8 @@ def test_the_kv_room_is_what_the_weights_leave() -> None:
 
 def test_middle_layers_are_what_fits_most_of() -> None:
     memory = EMPTY_PEER_BYTES + 1000 * MB
-    assert layers_that_fit(TOY, memory, kv="f32", kv_tokens=0) == int(1000 / (100 * WEIGHT_FACTOR))
+    assert layers_that_fit(TOY, memory, kv="f32", kv_tokens=0) == 1000 // 250
+    assert layers_that_fit(TOY, memory, kv="u8", kv_tokens=0) == 1000 // 150
     assert layers_that_fit(TOY, EMPTY_PEER_BYTES, kv="f32", kv_tokens=0) == 0
     assert layers_that_fit(TOY, PLENTY, kv="f32", kv_tokens=8192) == 30
 
@@ -137,3 +139,13 @@ def test_a_choice_fits_lies_on_the_grid_and_leaves_no_gap_it_could_narrow(
     holdable = [p for p in pieces if needed_bytes(TOY, p, kv="f32", kv_tokens=64) <= megabytes * MB]
     if any(served[layer] == 0.0 for piece in holdable for layer in piece):
         assert any(served[layer] == 0.0 for layer in span)
+
+
+def test_the_layers_that_nobody_serves_are_counted() -> None:
+    served = service_rates([(LayerRange(0, 11), 1e-3)], 30)
+    assert [layers_filled(LayerRange.parse(span), served) for span in ("0:11", "8:15", "11:30")] == [0, 4, 19]
+
+
+def test_the_usual_cache_is_no_longer_than_the_context() -> None:
+    assert usual_kv_tokens(TOY) == 2048
+    assert usual_kv_tokens(TOY, 10**6) == TOY.context_length

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import random
 import ssl
 import struct
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
 
+from peer.config import SessionLimits
+from peer.connection import Connection
+from peer.desk import Shelf
+from peer.service import Serving, SpanService
+from swarm.manifest import describe_file
 from swarm.spans import LayerRange
 from swarm.wire.codec import encode
 from swarm.wire.framing import PREFIX
-from swarm.wire.messages import Forward, Message
-from swarm.wire.questions import Ping
-from tests.peer.toy_engine import HIDDEN, LAYERS, toy_text
+from swarm.wire.messages import MAX_STEP_TOKENS, Attach, Forward, Message, OpenSession
+from swarm.wire.questions import MAX_FILE_PIECE, MAX_PING_PAYLOAD, AskFile, FilePiece, Ping
+from tests.peer.toy_engine import HIDDEN, LAYERS, ToyEngine, toy_manifest, toy_text
 from tests.peer.toy_swarm import PATIENCE_S, SECRET, Caller, Host, calling, client_hello, generate, toy_peer, until
 
 PROMPT = [3, 1, 4]
@@ -37,6 +44,9 @@ class Socket:
     async def send(self, data: bytes) -> None:
         self.writer.write(data)
         await self.writer.drain()
+
+    def stop_reading(self) -> None:
+        self.writer.transport.pause_reading()  # type: ignore[attr-defined]  # a socket's
 
     async def greet(self) -> None:
         await self.send(frame_of(client_hello()))
@@ -294,6 +304,69 @@ def test_a_thousand_mutated_frames_change_nothing_and_cost_no_memory() -> None:
     asyncio.run(main())
 
 
+def test_who_has_no_session_may_send_no_more_than_a_ping() -> None:
+    async def main() -> None:
+        async with watched_peer() as (host, _), stranger(host) as guest:
+            await guest.greet()
+            await guest.send(frame_of(Ping(request=1, payload=bytes(MAX_PING_PAYLOAD))))
+            assert (await guest.frame())[0]["kind"] == "pong"
+            await guest.send(struct.pack(">II", 10, MAX_PING_PAYLOAD + 1))
+            assert (await guest.last_words())["code"] == "remote_protocol"
+
+    asyncio.run(main())
+
+
+def test_who_has_a_session_may_send_the_largest_step_that_it_takes() -> None:
+    hidden_size = 1024
+    manifest = dataclasses.replace(toy_manifest(), hidden_size=hidden_size)
+    serving = Serving(manifest=manifest, engine=ToyEngine(LayerRange(0, LAYERS)), limits=SessionLimits(kv_total=100))
+    service = SpanService(serving, peer_id="", hello=lambda: client_hello())
+    allowed: list[int] = []
+
+    class Watched(Connection):
+        def __init__(self) -> None:
+            """Without a stream."""
+
+        def allow_payload(self, size: int) -> None:
+            allowed.append(size)
+
+    opening = OpenSession(request=1, session="session-1", epoch=0, secret=SECRET, first=0, last=LAYERS, max_tokens=9)
+    service.open(Watched(), opening).close()
+    service.attach(Watched(), Attach(request=1, session="session-1", epoch=0, secret=SECRET))
+    assert allowed == [MAX_STEP_TOKENS * (4 + 4 * hidden_size)] * 2
+
+
+def test_callers_that_ask_for_files_and_read_nothing_take_little_memory(tmp_path: Path) -> None:
+    async def main() -> None:
+        path = tmp_path / "layer_000.bin"
+        path.write_bytes(bytes(MAX_FILE_PIECE))
+        entry = describe_file(path)
+        shelf = Shelf(package=tmp_path, manifest=toy_manifest(), entries=(entry,))
+        async with toy_peer(shelf=shelf) as host, AsyncExitStack() as guests:
+            tracemalloc.start()
+            try:
+                for _ in range(3):
+                    guest = await guests.enter_async_context(stranger(host))
+                    await guest.greet()
+                    guest.stop_reading()
+                    for request in range(1, 41):
+                        question = AskFile(request=request, sha256=entry.sha256, offset=0, length=MAX_FILE_PIECE)
+                        await guest.send(frame_of(question))
+                async with calling(host) as other:
+                    for _ in range(20):
+                        question = AskFile(
+                            request=other.channel.next_request(), sha256=entry.sha256, offset=0, length=MAX_FILE_PIECE
+                        )
+                        await other.channel.ask(question, FilePiece, timeout=PATIENCE_S)
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            # a few copies of one piece for each caller: the piece, in TLS, and on its way
+            assert peak < 4 * 4 * MAX_FILE_PIECE
+
+    asyncio.run(main())
+
+
 def test_announced_payloads_that_never_come_take_no_memory() -> None:
     async def main() -> None:
         async with watched_peer() as (host, _):
@@ -305,12 +378,12 @@ def test_announced_payloads_that_never_come_take_no_memory() -> None:
                     guest = await reader.__aenter__()
                     guests.append(reader)
                     await guest.greet()
-                    await guest.send(struct.pack(">II", 10, 60 << 20) + bytes(10))
+                    await guest.send(struct.pack(">II", 10, MAX_PING_PAYLOAD) + bytes(10))
                 async with calling(host) as other:
                     await other.ping()
                 # numpy reports what it reserves; pages that never arrive are never touched
                 resident, _ = tracemalloc.get_traced_memory()
-                assert resident < 20 * (61 << 20)
+                assert resident < 20 * (2 << 20)
                 for reader in guests:
                     await reader.__aexit__(None, None, None)
                 await until(lambda: host.server.connections == 1)

@@ -2,16 +2,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from peer.desk import Desk
 from peer.segments import Builder
+from peer.server import PeerServer
+from peer.service import SpanService
 from swarm.channel import Channel, measure_link
-from swarm.engine.base import Engine, Step
+from swarm.engine.base import Engine, Step, StepResult
 from swarm.errors import (
     BadStep,
     ContextExceeded,
@@ -24,12 +28,14 @@ from swarm.errors import (
     SwarmError,
     UnknownSession,
 )
+from swarm.identity import Identity
 from swarm.sampling import Sampling
 from swarm.spans import LayerRange
 from swarm.wire.messages import Failure, Leaving, Link, Linked
 from tests.peer.toy_engine import HIDDEN, LAYERS, VOCAB, ToyEngine, toy_manifest, toy_text
 from tests.peer.toy_swarm import (
     PATIENCE_S,
+    WHOLE,
     Caller,
     calling,
     client_hello,
@@ -259,10 +265,10 @@ def test_wrong_steps_are_told_and_the_session_goes_on() -> None:
             hidden = np.zeros((2, HIDDEN), np.float32)
             cases: list[tuple[type[SwarmError], str, dict[str, Any]]] = [
                 (BadStep, "position 4, beyond the cache of session session-1, which ends at 3", {"start": 4}),
-                (BadStep, f"token id {VOCAB} is not in the vocabulary", {"start": 3, "tokens": [VOCAB]}),
-                (BadStep, "token id -1 is not", {"start": 3, "tokens": [-1]}),
+                (BadStep, f"token id {VOCAB} is outside the vocabulary", {"start": 3, "tokens": [VOCAB]}),
+                (BadStep, "token id -1 is outside", {"start": 3, "tokens": [-1]}),
                 (ContextExceeded, "reserved 10 tokens and the step ends at 11", {"start": 3, "tokens": [1] * 8}),
-                (BadStep, "takes token ids", {"start": 3, "tokens": [1, 1], "hidden": hidden}),
+                (BadStep, "take token ids, not", {"start": 3, "tokens": [1, 1], "hidden": hidden}),
             ]
             for error, match, fields in cases:
                 with pytest.raises(error, match=match):
@@ -396,6 +402,89 @@ def test_what_the_next_hop_says_about_a_session_reaches_its_opener() -> None:
             assert (failure.code, failure.step, failure.peer) == ("unknown_session", 6, b.identity.peer_id)
 
     asyncio.run(main())
+
+
+class Loud(ToyEngine):
+    """Its hidden states are beyond what f16 holds."""
+
+    def forward(self, steps: Sequence[Step]) -> list[StepResult]:
+        return [result if isinstance(result, SwarmError) else result + 1e5 for result in super().forward(steps)]
+
+
+@pytest.mark.parametrize("relayed", [True, False])
+def test_what_cannot_be_encoded_is_the_fault_of_who_encodes_it(relayed: bool) -> None:
+    async def main() -> None:
+        async with (
+            toy_peer(FRONT, engine=Loud(FRONT)) as a,
+            toy_peer(LayerRange(2, LAYERS)) as b,
+            calling(a) as to_a,
+            calling(b) as to_b,
+        ):
+            await to_a.open(layers=FRONT, dtype="f16")
+            await to_b.open(layers=LayerRange(2, LAYERS))
+            await to_a.link(None if relayed else b)
+            with pytest.raises(PeerFailed, match="f16") as caught:
+                await to_a.step(tokens=PROMPT)
+            assert caught.value.peer == a.identity.peer_id
+
+    asyncio.run(main())
+
+
+def test_the_time_that_a_step_waited_is_measured_and_not_what_is_left_over() -> None:
+    async def main() -> None:
+        gate = threading.Event()
+        async with toy_peer(engine=ToyEngine(WHOLE, gate=gate)) as host, calling(host) as caller:
+            await caller.open()
+            await caller.open("session-2")
+            caller.send(step=0)
+            await until(lambda: host.engine.calls != [])
+            caller.send(step=1, start=1)  # waits in its lane
+            caller.send("session-2")  # waits for the device
+            await until(lambda: host.service.load().queue == 3)
+            began = time.monotonic()
+            await until(lambda: time.monotonic() > began + 0.05)
+            gate.set()
+            for session, step in (("session-1", 1), ("session-2", 0)):
+                (hop,) = (await caller.answer(session, step=step)).trace
+                assert hop.queue_s > 0.05
+                # nothing but hand-over is left: what is measured never adds up to more than the stay
+                assert hop.queue_s + hop.compute_s <= hop.sent_at - hop.received_at
+
+    asyncio.run(main())
+
+
+def test_a_sweep_that_fails_is_logged_and_the_next_one_comes(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        turns = asyncio.Semaphore(0)
+
+        async def sleep(_: float) -> None:
+            await turns.acquire()
+
+        identity, swept = Identity.generate(), 0
+
+        class Service:
+            def start(self) -> None:
+                """Nothing runs."""
+
+            attach = close_session = open = link = start
+
+            async def sweep(self) -> None:
+                nonlocal swept
+                swept += 1
+                raise KeyError("b")
+
+            async def close(self) -> None:
+                """Nothing runs."""
+
+        server = PeerServer(identity=identity, hello=client_hello, desk=Desk(hello=client_hello), sleep=sleep)
+        server.begin(cast(SpanService, Service()))
+        for _ in range(2):
+            turns.release()
+        await until(lambda: swept == 2)
+        await server.close()
+
+    asyncio.run(main())
+    assert caplog.text.count("a sweep failed") == 2
 
 
 def test_a_link_needs_the_right_secret_and_the_right_peer() -> None:

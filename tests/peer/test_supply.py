@@ -17,7 +17,7 @@ from peer.offer import Offer
 from peer.report import Progress
 from peer.selftest import SelfTest
 from peer.service import Load, Serving
-from peer.supply import Supply, check_supply, choose_supply, divide_memory, fetch_supply, held_layers
+from peer.supply import Supply, check_supply, choose_supply, divide_memory, fetch_supply, held_layers, reconsider
 from swarm.directory import MemoryDirectory
 from swarm.engine.base import Numerics
 from swarm.errors import ConfigError, DamagedFile, PackageError, UnknownModel
@@ -107,12 +107,12 @@ def test_what_cannot_be_served_is_said_before_anything_is_loaded(package: Path, 
         return await choose_supply(config(what, tmp_path, **settings), None, client_hello(), peer_id=ME)
 
     for error, match, what, settings in (
-        (ConfigError, "is not a directory here", "some-model", {}),
+        (ConfigError, "is no package's directory here", "some-model", {}),
         (PackageError, "is not a model package", tmp_path / "nowhere", {}),
         (ConfigError, "layers 0:9 are not in toy, which has 6", package, {"layers": LayerRange(0, 9)}),
         (
             ConfigError,
-            "need 0.40 GB and this peer may take 0.10 GB",
+            "need 400 MB and this peer may take 100 MB",
             package,
             {"layers": LayerRange(0, 3), "max_memory": 100_000_000},
         ),
@@ -133,8 +133,9 @@ def test_a_damaged_or_missing_file_of_the_span_is_named(package: Path, tmp_path:
         asyncio.run(check(LayerRange(0, 3)))
     with pytest.raises(DamagedFile, match=r"layer_004\.bin cannot be read"):
         asyncio.run(check(LayerRange(3, LAYERS)))
-    # outside the span it only limits what is given away; whoever fetches checks the hash
-    assert held_layers(asyncio.run(check(LayerRange(0, 2)))) == (LayerRange(0, 4), LayerRange(5, LAYERS))
+    # outside the span it only limits what is given away
+    rest = (LayerRange(0, 2), LayerRange(3, 4), LayerRange(5, LAYERS))
+    assert held_layers(asyncio.run(check(LayerRange(0, 2)))) == rest
 
 
 def test_a_name_is_looked_up_and_just_the_files_of_the_span_are_fetched(package: Path, tmp_path: Path) -> None:
@@ -176,6 +177,31 @@ def test_the_span_that_is_chosen_fills_the_gap(package: Path, tmp_path: Path) ->
                 config(package, tmp_path), directory, client_hello(), peer_id=host.identity.peer_id
             )
             assert own.span == LayerRange(0, LAYERS)
+
+    asyncio.run(main())
+
+
+def test_a_gap_that_another_filled_meanwhile_is_left_for_one_that_is_there_still(package: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        manifest = replace(manifest_of(package), grid=(0, 2, 4, LAYERS))
+        (package / MANIFEST).write_bytes(manifest.to_json())
+        shelf = Shelf(package=package, manifest=manifest, entries=tuple(manifest.files(manifest.parts)))
+        directory = MemoryDirectory()
+        # room for two layers with the cache that is asked for
+        tokens = manifest.context_length
+        room = needed_bytes(manifest, LayerRange(0, 2), kv="f32", kv_tokens=tokens)
+        settings = config(package, tmp_path, max_memory=room, kv_tokens=tokens)
+        supply = await choose_supply(settings, directory, client_hello(), peer_id=ME)
+        assert await reconsider(settings, supply, directory, peer_id=ME) is supply
+        async with toy_peer(shelf=shelf) as first, toy_peer(shelf=shelf) as second:
+            await publish(directory, first, manifest, shelf, supply.span)
+            better = await reconsider(settings, supply, directory, peer_id=ME)
+            assert better.span.overlap(supply.span) is None
+            asked_for = replace(settings, layers=supply.span)
+            assert await reconsider(asked_for, supply, directory, peer_id=ME) is supply
+            # nothing is missing any more: it is as good here as elsewhere
+            await publish(directory, second, manifest, shelf, LayerRange(0, LAYERS))
+            assert await reconsider(settings, supply, directory, peer_id=ME) is supply
 
     asyncio.run(main())
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from peer.worker import StepOutcome, Worker
-from swarm.engine.base import Step
+from swarm.engine.base import Step, StepResult
 from swarm.errors import BadStep, EngineError, LocalProtocolError, PeerBusy, PeerFailed, SwarmError, UnknownSession
 from swarm.sampling import Sampling
 from swarm.spans import LayerRange
@@ -113,19 +113,24 @@ def test_steps_that_wait_share_a_call_up_to_the_limit() -> None:
 def test_engines_are_not_mixed_and_only_calls_overtake() -> None:
     async def main() -> None:
         gate = threading.Event()
-        first, second = ToyEngine(WHOLE, gate=gate), ToyEngine(WHOLE)
-        order: list[str] = []
+        order: list[str] = []  # written in the worker's thread alone
+
+        class Noting(ToyEngine):
+            def forward(self, steps: Sequence[Step]) -> list[StepResult]:
+                order.extend(step.session for step in steps)
+                return super().forward(steps)
+
+        first, second = Noting(WHOLE, gate=gate), Noting(WHOLE)
         async with running(batch=8) as worker:
             await opened(worker, first, "a", "b", "c")
             await opened(worker, second, "x")
 
-            async def run(engine: ToyEngine, name: str) -> None:
-                await worker.run(engine, step(name), Sampling(), NO_IDS)
-                order.append(name)
+            def begin(engine: ToyEngine, name: str) -> asyncio.Task[StepOutcome]:
+                return asyncio.create_task(worker.run(engine, step(name), Sampling(), NO_IDS))
 
-            tasks = [asyncio.create_task(run(first, "a"))]
+            tasks = [begin(first, "a")]
             await until(lambda: first.calls != [])
-            tasks += [asyncio.create_task(run(*pair)) for pair in ((first, "b"), (second, "x"), (first, "c"))]
+            tasks += [begin(first, "b"), begin(second, "x"), begin(first, "c")]
             closing = asyncio.create_task(worker.call(lambda: order.append("call")))
             await until(lambda: worker.waiting == 5)
             gate.set()
@@ -174,6 +179,24 @@ def test_a_failing_device_is_this_peers_fault_and_is_reported_when_it_lasts() ->
                 assert heard == []
                 with pytest.raises(PeerFailed, match="ZeroDivisionError: a bug"):
                     await worker.run(engine, step("a"), Sampling(), NO_IDS)
+            assert len(heard) == 1
+
+    asyncio.run(main())
+
+
+def test_a_wrong_step_does_not_make_up_for_failures_of_the_device() -> None:
+    async def main() -> None:
+        heard: list[SwarmError] = []
+        engine = ToyEngine(WHOLE)
+        async with running(on_failed=heard.append) as worker:
+            await opened(worker, engine, "a")
+            for _ in range(3):
+                engine.broken = EngineError("out of memory")
+                with pytest.raises(PeerFailed):
+                    await worker.run(engine, step("a"), Sampling(), NO_IDS)
+                engine.broken = None
+                with pytest.raises(BadStep):
+                    await worker.run(engine, step("a", start=7), Sampling(), NO_IDS)
             assert len(heard) == 1
 
     asyncio.run(main())

@@ -88,14 +88,27 @@ class ToyEngine:
         except KeyError:
             raise UnknownSession(f"{session} is not open") from None
 
+    def _check(self, step: Step) -> None:
+        for token in step.tokens:
+            if not 0 <= token < VOCAB:
+                raise BadStep(f"token id {token} is outside the vocabulary of {VOCAB}")
+        if self.span.first == 0:
+            if step.hidden is not None:
+                raise BadStep(f"layers {self.span} take token ids, not hidden states")
+        elif step.hidden is None:
+            raise BadStep(f"layers {self.span} take hidden states, and the step has none")
+        elif step.hidden.shape != (len(step.tokens), HIDDEN):
+            raise BadStep(f"hidden states are {step.hidden.shape}, not {(len(step.tokens), HIDDEN)}")
+        elif not np.isfinite(step.hidden).all():
+            raise BadStep("hidden states are not finite")
+
     def _step(self, step: Step) -> NDArray[np.float32]:
         cache = self._cache(step.session)
         if step.start > len(cache):
             raise BadStep(f"start {step.start} is beyond {len(cache)}")
         if step.end > self.limits[step.session]:
             raise ContextExceeded(f"{step.end} is over {self.limits[step.session]}")
-        if step.hidden is not None and not np.isfinite(step.hidden).all():
-            raise BadStep("hidden states are not finite")
+        self._check(step)
         del cache[step.start :]
         rows = []
         for i, token in enumerate(step.tokens):

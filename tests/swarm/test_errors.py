@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from swarm import errors
-from swarm.errors import NotCovered, PeerBusy, PeerError, SwarmError
+from swarm.errors import NotCovered, PeerBusy, PeerError, SwarmError, first_error
 
 
 def tree(kind: type[SwarmError]) -> Iterator[type[SwarmError]]:
@@ -70,3 +70,9 @@ def test_errors_carry_what_programs_need() -> None:
     busy = PeerBusy("", peer="p", retry_after=2.0)
     assert (busy.peer, busy.retry_after) == ("p", 2.0)
     assert (PeerError("").peer, PeerError("").retry_after) == ("", 0.0)
+
+
+def test_of_errors_that_came_together_a_bug_is_shown_first() -> None:
+    ours, bug = NotCovered("no layers"), ZeroDivisionError("a bug")
+    assert first_error(ExceptionGroup("tasks", [ours, PeerError("gone")])) is ours
+    assert first_error(ExceptionGroup("tasks", [ours, ExceptionGroup("inner", [bug])])) is bug

@@ -16,11 +16,21 @@ from pathlib import Path
 import pytest
 
 from swarm.channel import Channel
-from swarm.errors import PackageError, PeerError, RemoteProtocolError
+from swarm.errors import (
+    BadStep,
+    ConfigError,
+    DirectoryError,
+    NotCovered,
+    PackageError,
+    PeerError,
+    RemoteProtocolError,
+    SwarmError,
+)
 from swarm.fetch import fetch_manifest, fetch_parts
 from swarm.manifest import EMBED, HEAD, MANIFEST, TOKENIZER, FileEntry, check_files, layer_part, load_manifest
 from swarm.records import LEAVING
 from swarm.spans import LayerRange
+from swarm.wire.questions import AskFile
 from tests.swarm.toy_teller import (
     HELLO,
     LAYERS,
@@ -257,6 +267,19 @@ def test_a_peer_without_a_file_is_passed_over_for_that_file_alone(tmp_path: Path
     run(test())
 
 
+@pytest.mark.parametrize("odd", [DirectoryError, BadStep, NotCovered, RemoteProtocolError, ConfigError])
+def test_a_source_that_fails_in_an_odd_way_is_left_for_another(odd: type[SwarmError], tmp_path: Path) -> None:
+    async def failing(ask: AskFile, data: bytes) -> bytes:
+        raise odd("not in the mood")
+
+    async def test() -> None:
+        async with sources(failing, honest) as peers:
+            await fetch_all(peers, tmp_path)
+            assert whole(tmp_path)
+
+    run(test())
+
+
 def test_nobody_to_ask_names_the_file(tmp_path: Path) -> None:
     async def test() -> None:
         async with sources(honest, spans=(LayerRange(0, 1),)) as [peer]:
@@ -347,6 +370,17 @@ def test_a_directory_with_another_model_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_bytes(replace(TOY, name="another").to_json())
     with pytest.raises(PackageError, match="holds another model, another"):
         run(fetch_parts(TOY, [EMBED], [], tmp_path, hello=HELLO))
+
+
+@pytest.mark.parametrize("damaged", [b"", TOY.to_json()[:-40]])
+def test_a_damaged_manifest_is_written_again(damaged: bytes, tmp_path: Path) -> None:
+    async def test() -> None:
+        (tmp_path / MANIFEST).write_bytes(damaged)
+        async with sources(honest) as peers:
+            await fetch_all(peers, tmp_path)
+        assert whole(tmp_path)
+
+    run(test())
 
 
 def test_an_unknown_part_is_named(tmp_path: Path) -> None:

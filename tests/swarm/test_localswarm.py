@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm.child import module_command
 from swarm.errors import ConfigError, PeerFailed, PeerStalled
 from swarm.localswarm import ANNOUNCED, LISTENING, LocalSwarm, even_spans
 from swarm.manifest import even_grid
@@ -91,7 +92,7 @@ def test_the_command_names_everything_that_a_peer_needs(tmp_path: Path) -> None:
         event = member.event(ANNOUNCED)
         assert event is not None
         words = event["words"]
-    assert words[:5] == [sys.executable, "-m", "swarm.tether", str(os.getpid()), "join"]
+    assert words[:7] == [*module_command("swarm.tether"), str(os.getpid()), "join"]
     assert " ".join(words).count("--initial-peer h:") == 2
     for pair in ("--layers 0:4", "--listen 127.0.0.1:0", "--threads 1", "--device CPU", "--json"):
         assert pair in " ".join(words)

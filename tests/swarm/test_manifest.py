@@ -25,6 +25,7 @@ from swarm.manifest import (
     even_grid,
     layer_part,
     load_manifest,
+    package_folder,
     sha256_of,
 )
 from swarm.spans import LayerRange
@@ -214,3 +215,30 @@ def test_a_package_is_loaded_by_its_manifest(tmp_path: Path) -> None:
         load_manifest(tmp_path)
     (tmp_path / MANIFEST).write_bytes(a_manifest().to_json())
     assert load_manifest(tmp_path) == a_manifest()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", a_manifest().to_json()[:-40]])
+def test_a_damaged_manifest_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / MANIFEST).write_bytes(content)
+    with pytest.raises(PackageError, match="fetch or export") as caught:
+        load_manifest(tmp_path)
+    assert str(tmp_path / MANIFEST) in str(caught.value)
+
+
+def test_a_bare_word_is_a_name_unless_it_is_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    assert package_folder("smollm2") is None
+    assert package_folder("x" * 300) is None
+    assert package_folder("") is None
+    (tmp_path / "smollm2" / MANIFEST).write_bytes(b"")
+    assert package_folder("smollm2") == Path("smollm2")
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "a/b", ".", Path("nowhere")])
+def test_a_path_is_a_path_whether_it_is_there_or_not(path: str | Path) -> None:
+    assert package_folder(path) == Path(path)
+
+
+def test_a_home_is_found() -> None:
+    assert package_folder("~/model") == Path.home() / "model"

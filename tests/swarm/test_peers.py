@@ -229,6 +229,19 @@ def test_what_fits_several_models_lists_them(wanted: str) -> None:
     run(test())
 
 
+def test_a_name_is_not_blocked_by_a_model_that_nobody_serves() -> None:
+    async def test() -> None:
+        board = await board_of((DIGEST, "toy"), (OTHER, "toy"), *((f"{i:064x}", "toy") for i in range(5)))
+        me = Identity.generate()
+        await board.publish(peer_record(me, DIGEST, address=Address("127.0.0.1", 5)).seal(me))
+        assert (await find_model(board, "toy")).digest == DIGEST
+        await board.publish(peer_record(me, OTHER, address=Address("127.0.0.1", 5)).seal(me))
+        with pytest.raises(MixedModels, match="2 different models"):
+            await find_model(board, "toy")
+
+    run(test())
+
+
 def test_a_model_is_described_as_most_of_its_peers_do() -> None:
     async def test() -> None:
         board = await board_of((DIGEST, "toy"), (DIGEST, "zzz"), (DIGEST, "toy"), (DIGEST, "a lie"), ("short", "toy"))

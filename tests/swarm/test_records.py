@@ -120,11 +120,14 @@ def test_a_missing_field_is_named(name: str) -> None:
         ("layer_time_s", float("nan")),
         ("layer_time_s", float("inf")),
         ("layer_time_s", -1.0),
+        ("layer_time_s", 1e307),
+        ("prefill_time_s", 3601.0),
         ("kv_free", 1.5),
         ("links", []),
         ("links", {"p": 5}),
         ("links", {"p": [1.0]}),
         ("links", {"p": [float("nan"), 1.0]}),
+        ("links", {"p": [1e307, 1.0]}),
         ("links", {"p": [nested(400), 1.0]}),
         ("links", {"p": nested(400)}),
     ],
@@ -179,3 +182,9 @@ def test_any_value_in_any_field_is_a_record_or_an_error(name: str, value: Any) -
 @given(st.binary(max_size=200))
 def test_random_bodies_are_left_out(body: bytes) -> None:
     assert peer_records([notice_of(body)], MODEL) == []
+
+
+def test_the_places_of_a_peer_are_pinned_to_it_and_those_of_others_left_out() -> None:
+    other = Identity.generate().peer_id
+    record = replace(RECORD, addresses=("10.0.0.1:5", f"[::1]:6#{IDENTITY.peer_id}", f"10.0.0.2:7#{other}"))
+    assert list(map(str, record.places)) == [f"10.0.0.1:5#{IDENTITY.peer_id}", f"[::1]:6#{IDENTITY.peer_id}"]

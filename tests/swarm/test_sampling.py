@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -81,6 +81,42 @@ def test_a_distribution_is_one(logits: Any, sampling: Sampling) -> None:
     assert logits[ids[0]] == logits.max()
     if sampling.top_k:
         assert len(ids) <= sampling.top_k
+
+
+def sorted_choice(logits: Any, sampling: Sampling, position: int) -> Choice:
+    """The same, by sorting the whole vocabulary every time."""
+    scaled = logits.astype(np.float64)
+    scaled = (scaled - scaled.max()) / sampling.temperature
+    order = np.argsort(-scaled, kind="stable")[: sampling.top_k or None]
+    shares = np.exp(scaled[order])
+    shares /= shares.sum()
+    order = order[: int(np.searchsorted(np.cumsum(shares), sampling.top_p)) + 1] if sampling.top_p < 1 else order
+    shares = shares[: len(order)] / shares[: len(order)].sum()
+    uniform = np.random.Generator(np.random.Philox(key=[sampling.seed, position])).random()
+    token = int(order[min(int(np.searchsorted(np.cumsum(shares), uniform, side="right")), len(order) - 1)])
+    logprobs = logits.astype(np.float64) - logits.max()
+    logprobs -= np.log(np.exp(logprobs).sum())
+    best = np.argsort(-logprobs, kind="stable")[: sampling.logprobs]
+    return Choice(token=token, logprob=float(logprobs[token]), top=tuple((int(i), float(logprobs[i])) for i in best))
+
+
+@given(
+    seed=st.integers(0, 1 << 32),
+    spread=st.sampled_from([0.0, 0.5, 3.0, 20.0]),
+    distinct=st.sampled_from([3, 1 << 20]),
+    top_k=st.sampled_from([0, 1, 50, 4999, 5000, 6000]),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 0.999999, 1.0]),
+    temperature=st.sampled_from([0.1, 1.0, 30.0]),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_choice_is_the_same_as_by_sorting_the_whole_vocabulary(
+    seed: int, spread: float, distinct: int, top_k: int, top_p: float, temperature: float
+) -> None:
+    random = np.random.default_rng(seed)
+    # a few values alone give many equals
+    logits = (np.round(random.normal(size=5000) * distinct) / distinct * spread).astype(np.float32)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, logprobs=20)
+    assert choose(logits, sampling, position=7) == sorted_choice(logits, sampling, 7)
 
 
 @given(logits_of, st.integers(0, (1 << 63) - 1), st.integers(0, 1 << 31))

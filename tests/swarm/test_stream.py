@@ -18,6 +18,8 @@ from swarm.address import Address
 from swarm.errors import (
     BadStep,
     ConfigError,
+    DirectoryError,
+    EngineError,
     LocalProtocolError,
     PeerBusy,
     PeerFailed,
@@ -26,6 +28,7 @@ from swarm.errors import (
     PeerUnreachable,
     RemoteProtocolError,
     SwarmError,
+    UnknownModel,
     WrongPeer,
 )
 from swarm.identity import Identity
@@ -103,6 +106,23 @@ async def still_works(listener: Listener) -> None:
 
 
 # ── greetings ──
+
+
+@pytest.mark.parametrize("refusal", [UnknownModel, DirectoryError, BadStep, RemoteProtocolError, EngineError])
+@in_loop
+async def test_whatever_a_peer_refuses_a_greeting_with_is_that_peers_failure(refusal: type[SwarmError]) -> None:
+    def odd() -> Hello:
+        raise refusal("not in the mood")
+
+    listener = await listen("127.0.0.1", 0, IDENTITY, odd, echo, limits=LIMITS)
+    for connecting in (
+        connect(at(listener), CALLER_HELLO, limits=LIMITS),
+        connect_any([at(listener)], CALLER_HELLO, limits=LIMITS),
+    ):
+        with pytest.raises(PeerFailed, match="not in the mood") as caught:
+            await connecting
+        assert caught.value.peer == IDENTITY.peer_id
+    await listener.close()
 
 
 @in_loop

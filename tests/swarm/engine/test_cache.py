@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from swarm.engine.cache import discard_if_damaged, entry_path, locked, seal
+from swarm.engine.cache import discard_if_damaged, entry_path, evict, locked, seal
 
 
 @pytest.fixture
@@ -56,3 +57,22 @@ def test_an_entry_that_is_not_there_is_no_error(tmp_path: Path) -> None:
     discard_if_damaged(entry_path(tmp_path, "none"))
     with locked(entry_path(tmp_path / "new", "none")):
         assert (tmp_path / "new").is_dir()
+
+
+def kept(cache_dir: Path) -> set[str]:
+    return {path.parent.name for path in cache_dir.glob("*/sealed.json")}
+
+
+def test_what_was_used_last_is_kept_and_what_is_in_use_too(tmp_path: Path) -> None:
+    entries = [entry_path(tmp_path, str(number)) for number in range(5)]
+    for age, entry in enumerate(entries):
+        entry.mkdir()
+        (entry / "1.blob").write_bytes(b"compiled")
+        seal(entry)
+        os.utime(entry / "sealed.json", (1000 - age, 1000 - age))
+    seal(entries[4])  # the oldest is used again
+    with locked(entries[3]):
+        evict(tmp_path, keep=2)
+    assert kept(tmp_path) == {entries[0].name, entries[4].name, entries[3].name}
+    evict(tmp_path, keep=2)
+    assert kept(tmp_path) == {entries[0].name, entries[4].name}

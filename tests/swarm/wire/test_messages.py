@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import LocalProtocolError, RemoteProtocolError
-from swarm.wire.codec import MESSAGES, decode, encode
+from swarm.wire.codec import MESSAGES, encode, read_header, read_message
 from swarm.wire.framing import Frame
 from swarm.wire.messages import Failure, Forward, Hello, HopTrace, Link, Message, OpenSession, Output
 from swarm.wire.questions import AskFile, FilePiece, Ping
@@ -20,6 +20,10 @@ from tests.swarm.wire.strategies import EVERYTHING, any_message, same
 def frame_of(message: Message) -> Frame:
     header, payload = encode(message)
     return Frame(memoryview(header), memoryview(bytearray(b"".join(payload))))
+
+
+def decode(frame: Frame) -> Message:
+    return read_message(read_header(frame.header), frame.payload)
 
 
 def changed(message: Message, **values: Any) -> Frame:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from swarm.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from swarm.wire.framing import PREFIX
 from swarm.wire.messages import PROTOCOL_VERSION, Failure, Forward, Hello, Message, Output
-from swarm.wire.protocol import MAX_GREETING, Connection, Role, State
+from swarm.wire.protocol import MAX_GREETING, MAX_PAYLOAD, Connection, Role, State
 from swarm.wire.questions import AskDht, Ping, Pong
 from tests.swarm.wire.strategies import CALLER_SAYS, PEER_SAYS, hellos, same
 
@@ -179,6 +179,24 @@ def test_afterwards_it_is_as_large_as_the_limits_say() -> None:
     assert len(pair.to_peer(Ping(request=1, payload=bytes(100)))) == 1
     (error,) = pair.to_peer(Ping(request=1, payload=bytes(101)))
     assert "payload has 101 bytes; 100 are allowed" in str(error)
+
+
+def test_larger_payloads_may_be_allowed_later_and_never_over_the_limit_of_all() -> None:
+    def greeted() -> Pair:
+        pair = Pair(peer=Connection(Role.PEER, max_payload=10))
+        pair.peer.allow_payload(5)  # less than before changes nothing
+        assert pair.to_peer(CALLER_HELLO) == [CALLER_HELLO]
+        pair.to_caller(PEER_HELLO)
+        return pair
+
+    large = Ping(request=1, payload=bytes(11))
+    assert greeted().to_peer(replace(large, payload=bytes(10))) == [replace(large, payload=bytes(10))]
+    assert isinstance(greeted().to_peer(large)[0], RemoteProtocolError)
+    pair = greeted()
+    pair.peer.allow_payload(11)
+    assert pair.to_peer(large) == [large]
+    pair.peer.allow_payload(1 << 40)
+    assert isinstance(pair.peer.receive_data(PREFIX.pack(10, MAX_PAYLOAD + 1))[0], RemoteProtocolError)
 
 
 def test_a_message_that_could_not_be_sent_leaves_the_connection_as_it_was() -> None:
