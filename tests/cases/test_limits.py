@@ -82,31 +82,28 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(standing_swarm: L
 def test_a_long_prompt_comes_through_a_slow_peer_in_chunks_with_progress_and_without_a_ban(
     standing_swarm: LocalSwarm, greedy_reference: GreedyReference
 ) -> None:
-    """The time that one token may take is over long before a chunk is computed."""
+    """A deadline for one token would be over before a chunk is computed."""
     diary = Diary()
     chunk, tokens = 256, 2000
 
-    async def story() -> tuple[list[int], list[Piece]]:
+    async def story() -> tuple[list[int], list[Piece], list[int]]:
         async with await connect(standing_swarm, diary, chunk_tokens=chunk, step_floor_s=0.5) as client:
             text = "The bees of the garden went out to see the flowers. " * 200
             prompt = client.encode(text, raw=True)[:tokens]
             text = client.tokenizer.decode(prompt)
+            expected = asyncio.create_task(asyncio.to_thread(greedy_reference, prompt, 3))
+            with slowed(standing_swarm.members[1], share=0.15):
+                pieces = [piece async for piece in client.generate(text, exactly(3), raw=True)]
             assert client.encode(text, raw=True) == prompt
-            return prompt, [piece async for piece in client.generate(text, exactly(3), raw=True)]
+            return prompt, pieces, await expected
 
-    with slowed(standing_swarm.members[1], share=0.15):
-        prompt, pieces = asyncio.run(story())
+    prompt, pieces, expected = asyncio.run(story())
     assert len(prompt) == tokens
-    assert [token for piece in pieces for token in piece.token_ids] == greedy_reference(prompt, 3)
+    assert [token for piece in pieces for token in piece.token_ids] == expected
     assert [(e.done, e.total) for e in diary.of(Stage.PREFILL)] == [(n, tokens) for n in range(chunk, tokens, chunk)]
-    _assert_untroubled(diary, pieces[-1])
-
-
-def _assert_untroubled(diary: Diary, last: Piece) -> None:
-    """Nobody was given up, banned or waited for."""
     assert not diary.of(Stage.REPAIRING, Stage.WAITING)
-    assert last.metrics is not None
-    assert last.metrics.repairs == 0
+    assert pieces[-1].metrics is not None
+    assert pieces[-1].metrics.repairs == 0
 
 
 # -- case 12
