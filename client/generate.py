@@ -119,8 +119,12 @@ async def generate(pipeline: Pipeline, task: Task, meter: Meter) -> AsyncGenerat
         else:
             tokens, logprobs = _chosen(answer)
             known.extend(tokens)
-            text = "" if tokens[0] in stop_ids else writer.add(tokens[0])
-            reason = _finish_reason(task, writer, stop_ids, known)
+            reason = _finish_reason(task, stop_ids, known)
+            if reason is None:
+                pipeline.go_on(known, task.sampling)  # nobody waits for the text
+            if reason is not FinishReason.STOP:
+                text = writer.add(tokens[0])
+                reason = FinishReason.STOP_STRING if writer.stopped else reason
         if reason is None:
             yield Piece(text=text, token_ids=tokens, logprobs=logprobs)
     metrics = meter.metrics(
@@ -134,12 +138,10 @@ async def generate(pipeline: Pipeline, task: Task, meter: Meter) -> AsyncGenerat
     yield Piece(text=text, token_ids=tokens, logprobs=logprobs, finish_reason=reason, metrics=metrics)
 
 
-def _finish_reason(task: Task, writer: Writer, stop_ids: frozenset[int], known: Sequence[int]) -> FinishReason | None:
-    """Whether the last of `known` ends the answer."""
+def _finish_reason(task: Task, stop_ids: frozenset[int], known: Sequence[int]) -> FinishReason | None:
+    """Whether the last of `known` ends the answer, whatever its text."""
     if known[-1] in stop_ids:
         return FinishReason.STOP
-    if writer.stopped:
-        return FinishReason.STOP_STRING
     if len(known) - len(task.prompt) >= task.config.max_new_tokens:
         return FinishReason.LENGTH
     # the last token needs no position of its own until another follows

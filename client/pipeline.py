@@ -8,9 +8,11 @@ a repair is a new circuit with nothing computed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from client.circuit import Answer, Circuit, Fault, ids_of
 from client.config import ClientConfig
@@ -73,6 +75,16 @@ class Trouble:
         return left
 
 
+@dataclass(frozen=True)
+class _Ahead:
+    """A step that was sent before it was asked for."""
+
+    circuit: Circuit
+    start: int
+    token: int
+    sampling: Sampling
+
+
 class Pipeline:
     """One session over a route that is repaired as needed. One caller at a time; `close` it in the end."""
 
@@ -103,6 +115,7 @@ class Pipeline:
         self._circuit: Circuit | None = None
         self._look_again_at = clock()
         self._cached: list[int] = []  # the ids that all hops of the circuit have computed
+        self._ahead: _Ahead | None = None
         self._idle = asyncio.Event()
         self._idle.set()
         self._until_closed: asyncio.Timeout  # while it is not idle
@@ -148,6 +161,20 @@ class Pipeline:
                 self._circuit.abandon()
             self._idle.set()
 
+    def go_on(self, known: Sequence[int], sampling: Sampling) -> None:
+        """Send the step after an answer at once, so that the hops compute while the caller looks at the token.
+
+        To be told what `advance` will be told next; if that is told something else, this step counts for nothing.
+        What goes wrong here `advance` finds and repairs.
+        """
+        circuit = self._usable_circuit()
+        start = len(known) - 1
+        if self._closed or circuit is None or circuit.is_leaving or start != len(self._cached):
+            return
+        self._ahead = _Ahead(circuit, start, known[-1], sampling)
+        with contextlib.suppress(*_REPAIRABLE):
+            circuit.send(start=start, tokens=ids_of(known[-1:]), rows=1, sampling=sampling)
+
     async def close(self) -> None:
         """Give the session back on all hops at once. Idempotent, bounded, goes on if the caller is cancelled."""
         if not self._closed and not self._idle.is_set():
@@ -177,6 +204,11 @@ class Pipeline:
         # what is known and cached is not sent again; the last position is, for its answer
         start = position = min(common_prefix(self._cached, known), len(known) - 1)
         del self._cached[start:]
+        ahead, self._ahead = self._ahead, None
+        if ahead == _Ahead(circuit, start, known[-1], sampling):
+            position = len(known)
+        else:
+            circuit.abandon()
         while True:
             while position < len(known) and circuit.in_flight < self._config.chunks_in_flight:
                 end = min(position + self._config.chunk_tokens, len(known))
@@ -314,6 +346,8 @@ def _unheard(_: Answer) -> None:
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     """How many of the first ids are the same."""
+    if list(one) == list(other[: len(one)]):
+        return len(one)  # nearly always, and then without a loop in Python
     pairs = zip(one, other, strict=False)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 

@@ -229,7 +229,7 @@ class HivemindDirectory:
         try:
             return await Node.open(self._hive, daemon, self._node_id, self._validator)
         except BaseException:
-            daemon.kill()
+            await daemon.end()
             raise
 
     async def _join_first(self, node: Node, patience_s: float) -> None:
@@ -328,7 +328,7 @@ class HivemindDirectory:
             for notice in self._own.values():
                 await node.keep(notice)
         except BaseException:
-            node.daemon.kill()
+            await node.daemon.end()
             raise
         return node
 

@@ -19,6 +19,7 @@ import hashlib
 import logging
 import os
 import shutil
+import stat
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -287,17 +288,17 @@ class _Fetch:
 
 
 def _part_size(part: Path, size: int) -> int:
-    """What can be gone on with. A part that is too long is thrown away."""
+    """What can be gone on with. A part that is too long, or a link, is thrown away."""
     try:
-        have = part.lstat().st_size
-        if have > size:
+        found = part.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > size:
             part.unlink()
             return 0
     except FileNotFoundError:
         return 0
     except OSError as error:
         raise _local(part, "cannot be read", error) from error
-    return have
+    return found.st_size
 
 
 def _write_at(part: Path, offset: int, data: bytes) -> None:

@@ -132,7 +132,7 @@ class Daemon:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env=os.environ | {"GOLOG_LOG_LEVEL": "error"},
-                process_group=0,  # Ctrl-C is for us; we end it when we are done with it
+                start_new_session=True,  # Ctrl-C is for us; we end it when we are done with it
             )
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -144,8 +144,7 @@ class Daemon:
             async with asyncio.timeout(timeout):
                 await daemon._wait_ready()
         except BaseException as error:
-            daemon.kill()
-            await process.wait()  # its pipes are then closed while the event loop still runs
+            await daemon.end()
             if isinstance(error, TimeoutError):
                 raise DirectoryError(f"the DHT daemon {binary} did not start within {timeout:.0f} s") from error
             raise
@@ -183,6 +182,13 @@ class Daemon:
             self._lines.cancel()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    async def end(self) -> None:
+        """`kill`, then see it gone: its pipes are closed while the event loop still runs."""
+        self.kill()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GRACE_S):
+                await self._process.wait()
+
     async def stop(self) -> None:
         """Let it say goodbye to its peers, for two seconds at most. It is dead afterwards, even if cancelled."""
         try:
@@ -193,8 +199,7 @@ class Daemon:
                     async with asyncio.timeout(_GRACE_S):
                         await self._process.wait()
         finally:
-            self.kill()
-        await self._process.wait()
+            await self.end()
 
     async def _wait_ready(self) -> None:
         last = b""
