@@ -102,6 +102,41 @@ def test_only_what_is_new_is_sent(prompt: list[int]) -> None:
     run(test)
 
 
+def test_a_step_that_was_sent_ahead_is_not_sent_again(prompt: list[int]) -> None:
+    async def test(world: World) -> None:
+        await world.three()
+        pipeline = world.pipeline()
+        known = list(prompt)
+        for _ in range(4):
+            known.append(int((await pipeline.advance(known, Sampling())).output.ids[-1]))
+            pipeline.go_on(known, Sampling())
+        await pipeline.advance(known, Sampling())
+        assert known[len(prompt) :] == toy_text(prompt, 4)
+        starts = [forward.start for forward in world.swarm.peers["c"].steps if forward.rows]
+        assert starts == [40, *range(len(prompt), len(known))]
+        await pipeline.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("fault", [None, "cut"])
+def test_a_step_that_was_sent_ahead_in_vain_changes_nothing(prompt: list[int], fault: str | None) -> None:
+    async def test(world: World) -> None:
+        await world.three()
+        pipeline = world.pipeline()
+        known = [*prompt, int((await pipeline.advance(prompt, Sampling())).output.ids[-1])]
+        pipeline.go_on(known, Sampling())
+        if fault:
+            world.swarm.peers["b"].cut()
+        other = [*prompt, known[-1] ^ 1, 2]
+        answer = await pipeline.advance(other, Sampling())
+        assert int(answer.output.ids[-1]) == toy_text(other, 1)[0]
+        await pipeline.close()
+        assert world.swarm.open_sessions == 0
+
+    run(test)
+
+
 FAULTS: dict[str, Callable[[ScriptedPeer], Callable[[], object]]] = {
     "the process is killed": lambda peer: peer.die,
     "the connections break": lambda peer: peer.cut,
