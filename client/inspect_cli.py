@@ -28,7 +28,6 @@ from client.options import (
     write_json,
 )
 from client.picture import Picture, picture_models
-from swarm import loops
 from swarm.address import Address
 from swarm.channel import Channel
 from swarm.directory import MODELS_TOPIC
@@ -80,12 +79,12 @@ def routes(
         objective=objective,
         numerics=parse_numerics(numerics),
     )
-    loops.run(_watch(look, initial, every, as_json) if watch else _once(look, initial, as_json))
+    asyncio.run(_watch(look, initial, every, as_json) if watch else _once(look, initial, as_json))
 
 
 def models(initial_peers: InitialPeers, as_json: JsonFlag = False) -> None:
     """List the models that a swarm serves: name, digest, source, licence, layers covered, peers, size of a layer."""
-    loops.run(_models(parse_initial_peers(initial_peers), as_json))
+    asyncio.run(_models(parse_initial_peers(initial_peers), as_json))
 
 
 class _Look:
