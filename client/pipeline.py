@@ -130,6 +130,12 @@ class Pipeline:
     def route(self) -> Route | None:
         return self._circuit.route if self._circuit else None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is a route, with nothing known to be wrong with it and nobody about to leave it."""
+        circuit = self._usable_circuit()
+        return circuit is not None and not circuit.is_leaving
+
     def describe_route(self) -> str:
         """The hops for a person; empty before the first step."""
         return str(self._circuit) if self._circuit else ""
@@ -167,9 +173,8 @@ class Pipeline:
         To be told what `advance` will be told next; if that is told something else, this step counts for nothing.
         What goes wrong here `advance` finds and repairs.
         """
-        circuit = self._usable_circuit()
-        start = len(known) - 1
-        if self._closed or circuit is None or circuit.is_leaving or start != len(self._cached):
+        circuit, start = self._circuit, len(known) - 1
+        if self._closed or circuit is None or not self.is_whole or start != len(self._cached):
             return
         self._ahead = _Ahead(circuit, start, known[-1], sampling)
         with contextlib.suppress(*_REPAIRABLE):

@@ -30,6 +30,7 @@ from swarm.sampling import Sampling
 from swarm.wire.messages import Forward, Hello, OpenSession, Output
 from tests.client.scripted import ScriptedPeer, toy_text
 from tests.client.world import QUICK, World, run
+from tests.swarm.loops import until
 
 COUNT = 12
 
@@ -250,7 +251,7 @@ def test_no_route_leads_to_a_process_that_ended_between_two_tokens(prompt: list[
             ended.cut()
         else:
             ended.die()
-        await asyncio.sleep(0.05)
+        await until(lambda: not pipeline.is_whole)
         said += await world.write(pipeline, [*prompt, *said], 4)
         assert said == toy_text(prompt, 8)
         assert "spare" in pipeline.describe_route()
@@ -374,7 +375,7 @@ def test_a_leaving_peer_is_left_between_two_tokens(prompt: list[int]) -> None:
         pipeline = world.pipeline()
         said = await world.write(pipeline, prompt, 4)
         await world.swarm.peers["b"].leave()
-        await asyncio.sleep(0.05)
+        await until(lambda: not pipeline.is_whole)
         said += await world.write(pipeline, [*prompt, *said], 4)
         assert said == toy_text(prompt, 8)
         assert "spare" in pipeline.describe_route()
