@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from client.config import ClientConfig
-from swarm.address import Address
 from swarm.channel import Channel, measure_link
 from swarm.errors import PeerLost, PeerUnreachable, SwarmError
 from swarm.records import Link, PeerRecord
@@ -110,9 +109,8 @@ class Lines:
 
     async def _connect(self, record: PeerRecord) -> Line:
         line = Line()
-        addresses = [Address.parse(text) for text in record.addresses]
         line.channel = await Channel.open(
-            [Address(a.host, a.port, record.peer_id) for a in addresses],
+            record.places,
             self._hello,
             timeout=self._config.connect_timeout_s,
             on_message=line.on_message,

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from swarm.address import Address
 from swarm.channel import Channel, measure_link
 from swarm.directory import MAX_TTL_S, Directory
 from swarm.errors import ConfigError, DirectoryError, PeerStalled, SwarmError
@@ -231,7 +230,5 @@ class _Way:
         if self._channel is not None and self._channel.hello.incarnation != self.record.incarnation:
             await self.close()  # that process is over, whether or not its end was heard
         if self._channel is None or self._channel.closed:
-            places = [Address.parse(text) for text in self.record.addresses]
-            pinned = [Address(place.host, place.port, self.record.peer_id) for place in places]
-            self._channel = await Channel.open(pinned, hello, timeout=self._config.connect_timeout_s)
+            self._channel = await Channel.open(self.record.places, hello, timeout=self._config.connect_timeout_s)
         return self._channel

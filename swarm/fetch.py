@@ -24,9 +24,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from swarm.address import Address
 from swarm.channel import Channel
-from swarm.errors import PackageError, PeerError, RemoteProtocolError, SwarmError, UnknownModel
+from swarm.errors import PackageError, PeerError, RemoteProtocolError, SwarmError, UnknownModel, first_error
 from swarm.manifest import EMBED, HEAD, MANIFEST, TOKENIZER, FileEntry, Manifest, layer_part, load_manifest, sha256_of
 from swarm.records import LEAVING, PeerRecord
 from swarm.wire.messages import Hello
@@ -158,9 +157,7 @@ class _Source:
             if self.dead:
                 raise PeerError(f"{self} is no source any more: {self.dead}", peer=self.record.peer_id)
             if self._channel is None:
-                places = [Address.parse(text) for text in self.record.addresses]
-                pinned = [Address(place.host, place.port, self.record.peer_id) for place in places]
-                self._channel = await Channel.open(pinned, self._hello)
+                self._channel = await Channel.open(self.record.places, self._hello)
                 if self.dead:  # since we began
                     await self.drop(self.dead)
                     raise PeerError(f"{self} is no source any more: {self.dead}", peer=self.record.peer_id)
@@ -194,7 +191,7 @@ class _Fetch:
                 for item in missing:
                     group.create_task(one(item))
         except BaseExceptionGroup as failed:
-            raise _first(failed) from None
+            raise first_error(failed) from None
 
     async def close(self) -> None:
         await asyncio.gather(*(source.drop("the fetch is over") for source in self.sources))
@@ -384,16 +381,3 @@ def _open_lock(target: Path) -> int:
 def _local(path: Path, what: str, error: Exception) -> PackageError:
     reason = (isinstance(error, OSError) and error.strerror) or str(error)
     return PackageError(f"{path} {what}: {reason}; this is no peer's fault")
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one that matters: a bug before an error of ours, and never a mere consequence."""
-    leaves: list[BaseException] = []
-    stack: list[BaseException] = [group]
-    while stack:
-        error = stack.pop()
-        if isinstance(error, BaseExceptionGroup):
-            stack.extend(error.exceptions)
-        else:
-            leaves.append(error)
-    return min(leaves, key=lambda error: isinstance(error, SwarmError))
