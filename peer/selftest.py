@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from peer.compose import open_engine
 from swarm.child import module_command, module_environment
 from swarm.engine.base import Step
+from swarm.engine.compose import open_engine
 from swarm.engine.stateful import StatefulEngine
 from swarm.errors import EngineError, PackageError, SwarmError
 from swarm.manifest import Manifest, load_manifest

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import psutil
 
-from peer.compose import open_engine
 from peer.config import JoinConfig, SessionLimits
 from peer.segments import Builder
 from peer.service import Serving
 from peer.supply import Supply, divide_memory
 from swarm.engine.base import Engine
+from swarm.engine.compose import open_engine
 from swarm.footprint import in_words, weight_bytes
 from swarm.spans import LayerRange
 

@@ -12,9 +12,9 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from peer.compose import compose, open_engine
 from reproduction.models import Model
 from swarm.engine.base import Step
+from swarm.engine.compose import compose, open_engine
 from swarm.engine.device import compile_span
 from swarm.engine.stateful import StatefulEngine
 from swarm.spans import LayerRange

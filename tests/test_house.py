@@ -23,7 +23,7 @@ ROOF = {
     "swarm.doctor",
     "swarm.doctor_cli",
 }
-OPENVINO = ("swarm/engine/", "peer/compose.py", "peer/selftest.py", "export/", "swarm/doctor.py")
+OPENVINO = ("swarm/engine/", "peer/selftest.py", "export/", "swarm/doctor.py")
 GENAI = ("client/text.py", "export/", "swarm/doctor.py")
 MOST_LINES = 400
 

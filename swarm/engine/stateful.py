@@ -35,7 +35,7 @@ class _Session:
 
 
 class StatefulEngine:
-    """`Engine` over a compiled span (`peer.compose.compose` says what its inputs are)."""
+    """`Engine` over a compiled span (`swarm.engine.compose.compose` says what its inputs are)."""
 
     def __init__(self, compiled: CompiledSpan, manifest: Manifest, span: LayerRange) -> None:
         self._compiled = compiled.model

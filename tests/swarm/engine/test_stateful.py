@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from peer.compose import open_engine
 from swarm.engine import ledger as ledger_module
 from swarm.engine.base import Step
+from swarm.engine.compose import open_engine
 from swarm.engine.stateful import StatefulEngine
 from swarm.errors import BadStep, ContextExceeded, EngineError, SwarmError, UnknownSession
 from swarm.manifest import load_manifest

@@ -15,8 +15,8 @@ import openvino as ov
 import pytest
 from numpy.typing import NDArray
 
-from peer.compose import compose, open_engine
 from swarm.engine.base import Step
+from swarm.engine.compose import compose, open_engine
 from swarm.engine.device import compile_span
 from swarm.engine.stateful import StatefulEngine
 from swarm.errors import ConfigError, DamagedFile, EngineError, PackageError
