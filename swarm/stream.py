@@ -29,7 +29,7 @@ from swarm.errors import (
 from swarm.identity import Identity
 from swarm.limits import DEFAULT_LIMITS, Limits
 from swarm.listener import Listener, bind
-from swarm.tls import caller_context, certified_peer, dial, peer_context, take
+from swarm.tls import dial, peer_context, take
 from swarm.wire.failures import error_to_failure, failure_to_error, fault_of
 from swarm.wire.messages import Failure, Hello, Message
 from swarm.wire.protocol import Connection, Role, ends_connection
@@ -58,7 +58,6 @@ class Stream(asyncio.Protocol):
         self.limits = limits
         self._connection = Connection(role, max_header=limits.max_header, max_payload=limits.max_payload)
         self._transport: asyncio.Transport | None = None
-        self._below: asyncio.Transport | None = None  # TCP, where `_transport` is TLS
         self._inbox: collections.deque[tuple[Message | SwarmError, int]] = collections.deque()
         self._unread = 0
         self._arrived = 0
@@ -86,8 +85,7 @@ class Stream(asyncio.Protocol):
             transport.write(b"".join(buffers))
         else:
             transport.writelines(buffers)
-        below = self._below.get_write_buffer_size() if self._below else 0
-        if transport.get_write_buffer_size() + below > self.limits.max_unsent:
+        if transport.get_write_buffer_size() > self.limits.max_unsent:
             raise self.abort(PeerStalled(f"{self} takes nothing: over {self.limits.max_unsent} bytes are unsent"))
         return encoding_s
 
@@ -214,35 +212,9 @@ class Stream(asyncio.Protocol):
 
     # ── inside ──
 
-    async def secure(self, below: asyncio.Transport, context: ssl.SSLContext, *, timeout: float) -> None:
-        """Begin with TLS over the TCP connection `below`, which is closed where that fails.
-
-        Raises OSError, of which ssl.SSLError is one, and what `tls.certified_peer` raises.
-        """
-        self._below = below
-        try:
-            secured = await asyncio.get_running_loop().start_tls(
-                below,
-                self,
-                context,
-                server_side=self._connection.role is Role.PEER,
-                ssl_handshake_timeout=timeout,
-                ssl_shutdown_timeout=self.limits.close_timeout_s,
-            )
-            if secured is None:
-                raise ConnectionResetError("it ended with the handshake")
-            self.connection_made(secured)
-            if self._connection.role is Role.CALLER:
-                self.peer_id = certified_peer(secured)
-        except BaseException:
-            below.abort()
-            raise
-
     def _cut(self) -> None:
-        # TLS's own abort does nothing once it was closed twice, also by the other side
-        for transport in (self._transport, self._below):
-            if transport is not None:
-                transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
 
     def _open_transport(self) -> asyncio.Transport:
         if self._end is not None:
@@ -262,7 +234,7 @@ async def connect(address: Address, hello: Hello, *, timeout: float = 5.0, limit
     stream = Stream(Role.CALLER, limits)
     try:
         async with asyncio.timeout(timeout):
-            await _dial(address, stream, timeout)
+            await _dial(address, stream)
             stream.send(hello)
             stream.hello = cast(Hello, await stream.receive())
     except TimeoutError as error:
@@ -308,11 +280,11 @@ def _drop(attempt: asyncio.Task[Stream], winner: Stream | None) -> None:
         attempt.result().abort(PeerLost("another address was faster"))
 
 
-async def _dial(address: Address, stream: Stream, timeout: float) -> None:
+async def _dial(address: Address, stream: Stream) -> None:
     """TCP, TLS, and the check who is there."""
     try:
-        below = await dial(address.host, address.port)
-        await stream.secure(below, caller_context(), timeout=timeout)
+        secure = await dial(address.host, address.port, stream)
+        stream.peer_id = secure.certified_peer
     except ssl.SSLError as error:
         raise _unreachable(address, f"does not speak TLS as peers do ({error.reason or error})") from error
     except (OSError, UnicodeError) as error:
@@ -381,7 +353,7 @@ class _Reception:
         limit = self.limits.greeting_timeout_s
         try:
             async with asyncio.timeout(limit):
-                await stream.secure(await take(accepted), self.context, timeout=limit)
+                await take(accepted, stream, self.context)
                 stream.hello = cast(Hello, await stream.receive())
         except TimeoutError as error:
             raise RemoteProtocolError(f"no greeting came within {limit:g} s") from error
