@@ -24,6 +24,7 @@ from client.options import (
     write_json,
 )
 from client.progress import Progress, describe
+from swarm import loops
 from swarm.errors import ConfigError, ContextExceeded, SwarmError
 
 MaxNewTokens = Annotated[int, typer.Option(help="The most tokens that an answer may have.")]
@@ -75,7 +76,7 @@ def generate(
     if system is not None:
         asked = [{"role": "system", "content": system}, {"role": "user", "content": text}]
     with Progress() as progress:
-        reply = asyncio.run(_generate(model, initial_peers, numerics, asked, config, progress, raw, as_json))
+        reply = loops.run(_generate(model, initial_peers, numerics, asked, config, progress, raw, as_json))
         if as_json:
             write_json(reply.to_plain(), indent=None)
         progress.note(describe(reply), dim=True)
@@ -131,7 +132,7 @@ def chat(
         stop_strings=tuple(stop or ()),
     )
     # Between turns the loop stands still, so that input() has the terminal, its editing and Ctrl-C to itself.
-    with Progress() as progress, asyncio.Runner() as runner:
+    with Progress() as progress, loops.runner() as runner:
         client = runner.run(_connect(model, initial_peers, numerics, progress, chat_tokens=context))
         session = client.session(config, system=system)
         try:

@@ -28,6 +28,7 @@ from client.options import (
     write_json,
 )
 from client.picture import Picture, picture_models
+from swarm import loops
 from swarm.address import Address
 from swarm.channel import Channel
 from swarm.directory import MODELS_TOPIC
@@ -79,12 +80,12 @@ def routes(
         objective=objective,
         numerics=parse_numerics(numerics),
     )
-    asyncio.run(_watch(look, initial, every, as_json) if watch else _once(look, initial, as_json))
+    loops.run(_watch(look, initial, every, as_json) if watch else _once(look, initial, as_json))
 
 
 def models(initial_peers: InitialPeers, as_json: JsonFlag = False) -> None:
     """List the models that a swarm serves: name, digest, source, licence, layers covered, peers, size of a layer."""
-    asyncio.run(_models(parse_initial_peers(initial_peers), as_json))
+    loops.run(_models(parse_initial_peers(initial_peers), as_json))
 
 
 class _Look:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from peer.config import JoinConfig, parse_bytes
 from peer.report import Progress as Hear
 from peer.report import Report
+from swarm import loops
 from swarm.address import Address
 from swarm.engine.base import Precision
 from swarm.folders import cache_folder
@@ -169,7 +169,7 @@ def _run(config: JoinConfig, *, as_json: bool, verbose: int) -> None:
     logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
     report: Report = ConsoleReport(console, as_json=as_json)
     try:
-        asyncio.run(run(config, report))
+        loops.run(run(config, report))
     except Interrupted as error:
         raise KeyboardInterrupt from error
 

@@ -8,7 +8,6 @@ as the time from the first to the last token by their count.
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 
 from client.client import SwarmClient
@@ -20,6 +19,7 @@ from reproduction.local import even
 from reproduction.machine import machine
 from reproduction.models import smollm2
 from reproduction.peers import pinned_swarm
+from swarm import loops
 
 TOKENS = 128
 
@@ -27,7 +27,7 @@ TOKENS = 128
 def run(say: Say) -> Report:
     model = smollm2(say)
     with pinned_swarm(model, even(model, 2)) as swarm:
-        runs = asyncio.run(_runs(model.manifest.digest, swarm.addresses, say))
+        runs = loops.run(_runs(model.manifest.digest, swarm.addresses, say))
     parts = {name: statistics.median(part[name] for part in map(_parts, runs)) for name in _parts(runs[0])}
     token = statistics.median(1 / metrics.tokens_per_second for metrics in runs)
     published = {"compute": 42.0, "network": 6.0, "dispatch": 13.0}

@@ -6,7 +6,6 @@ takes beyond the compute of its hops is told for a hop: both ways, dispatch, cod
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 
 import numpy as np
@@ -19,6 +18,7 @@ from reproduction.local import chain, decode, even
 from reproduction.machine import machine
 from reproduction.models import smollm2
 from reproduction.peers import CORES, on_core, pinned_swarm
+from swarm import loops
 
 TOKENS = 128
 QUESTION = "Tell me about the sea."
@@ -31,7 +31,7 @@ def run(say: Say) -> Report:
         in_process = chain(model, spans, "accuracy", 1)
     config = GenerationConfig(max_new_tokens=TOKENS, ignore_eos=True)
     replies: list[Reply] = []
-    with asyncio.Runner() as runner, pinned_swarm(model, spans) as swarm:
+    with loops.runner() as runner, pinned_swarm(model, spans) as swarm:
         client = runner.run(SwarmClient.connect(model.manifest.digest, initial_peers=swarm.addresses))
         prompt = np.array(client.encode(QUESTION), np.int32)
         with on_core(CORES[0]):

@@ -7,7 +7,6 @@ member, plus what OpenVINO adds to a process that has compiled a graph of one ad
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from reproduction.experiment import Report, Row, Say
 from reproduction.machine import machine
 from reproduction.models import Model, smollm2
 from reproduction.peers import pinned_swarm
+from swarm import loops
 from swarm.localswarm import LocalSwarm
 from swarm.spans import LayerRange
 
@@ -81,7 +81,7 @@ def _bootstrap() -> int:
 
 def _resident(model: Model, spans: list[LayerRange]) -> list[int]:
     with pinned_swarm(model, spans) as swarm:
-        asyncio.run(_generate(model, swarm))
+        loops.run(_generate(model, swarm))
         return [_rss(member.process.pid) for member in swarm.members]
 
 

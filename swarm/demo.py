@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import sys
@@ -26,7 +25,7 @@ from client.inspect import Inspection, inspect_swarm, measure
 from client.metrics import Metrics
 from client.options import USUAL_SESSION_TOKENS, messages, write_json
 from client.picture import Picture
-from swarm import __version__
+from swarm import __version__, loops
 from swarm.address import Address
 from swarm.demomodel import fetch_demo_model
 from swarm.engine.base import Precision
@@ -69,7 +68,7 @@ def demo(
     with _log_folder() as folder, LocalSwarm(folder, options=options) as swarm:
         with _Startup(console, spans) as startup:
             swarm.serve(package, spans, progress=startup.hear)
-        reply = asyncio.run(_ask(swarm.addresses, manifest, prompt, config, console, stream=not as_json))
+        reply = loops.run(_ask(swarm.addresses, manifest, prompt, config, console, stream=not as_json))
         console.print("\nstopping the peers", style="dim")
     if as_json:
         write_json(reply.to_plain(), indent=None)

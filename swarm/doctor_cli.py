@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from client.options import JsonFlag, results, write_json
+from swarm import loops
 from swarm.address import Address
 from swarm.doctor import Finding, Level, examine
 
@@ -37,7 +37,7 @@ def doctor(
     """
     peers = [Address.parse(text) for text in initial_peer]
     where = Address.parse(listen, any_port=True)
-    findings = asyncio.run(_collect(package, peers, where, None if as_json else results()))
+    findings = loops.run(_collect(package, peers, where, None if as_json else results()))
     if as_json:
         write_json({"findings": [asdict(finding) for finding in findings]})
     if any(finding.level is Level.FAIL for finding in findings):

@@ -132,7 +132,7 @@ class Daemon:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env=os.environ | {"GOLOG_LOG_LEVEL": "error"},
-                process_group=0,  # Ctrl-C is for us; we end it when we are done with it
+                start_new_session=True,  # Ctrl-C is for us; we end it when we are done with it
             )
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Tests that are coroutines, each in an event loop of its own that keeps no secrets."""
+"""Tests that are coroutines, each in an event loop of its own, of the commands' kind, that keeps no secrets."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import functools
 from collections.abc import Awaitable, Callable
 from typing import Any, ParamSpec
+
+from swarm import loops
 
 P = ParamSpec("P")
 _LONG_S = 60.0
@@ -23,7 +25,7 @@ def in_loop(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
             async with asyncio.timeout(_LONG_S):
                 await test(*args, **kwargs)
 
-        asyncio.run(watched())
+        loops.run(watched())
         assert not untaken
 
     return run
