@@ -81,7 +81,7 @@ class Message:
     def _naturals(self, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
-            check(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62, self, name)
+            check(type(value) is int and 0 <= value < 1 << 62, self, name)
 
     def _numbers(self, *names: str) -> None:
         for name in names:
