@@ -22,7 +22,10 @@ _USUAL_LAYER_TIME_S = 1e-3
 
 
 def kv_token_bytes(manifest: Manifest, span: LayerRange, kv: str) -> int:
-    """Bytes that one cached token may take over `span`, attention to it included; `kv` as `Numerics.kv` (unknown counts as f32)."""
+    """Bytes that one cached token may take over `span`, attention to it included.
+
+    `kv` as `Numerics.kv` (unknown counts as f32).
+    """
     return kv_bytes(manifest.kv_elements(span), kv) + attention_bytes(manifest.hidden_size)
 
 

@@ -45,14 +45,14 @@ print(psutil.Process().memory_info().rss - before)
 
 
 def run(say: Say) -> Report:
-    model = smollm2(say)
+    small = smollm2(say)
     empty = _bootstrap() + int(
         subprocess.run([sys.executable, "-c", _OPENVINO], check=True, capture_output=True).stdout
     )
     say(f"an empty peer takes {empty / 1e6:.0f} MB")
     rows = [Row(configuration="empty peer", value=empty / 1e6, unit="MB")]
     ratios, planned = {}, {}
-    for model, cases in ((model, _SMALL), (wide_shaped(say), _WIDE)):
+    for model, cases in ((small, _SMALL), (wide_shaped(say), _WIDE)):
         for name, texts in cases.items():
             spans = [LayerRange.parse(text) for text in texts]
             for span, resident in zip(spans, _resident(model, spans), strict=True):

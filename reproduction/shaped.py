@@ -1,7 +1,8 @@
 """A model of a given shape with random weights, as optimum-intel exports it: right for speed, senseless as text.
 
-`python -m reproduction.shaped DIRECTORY [SHAPE]` makes one of SmolLM2-135M's shape, or another of `SHAPES`. The GGUF reader's own graph cannot serve
-the ablation: without its Gather the CPU plugin (OpenVINO 2026.4.1) never fills that graph's state.
+`python -m reproduction.shaped DIRECTORY [SHAPE]` makes one of SmolLM2-135M's shape, or another of `SHAPES`. The GGUF
+reader's own graph cannot serve the ablation: without its Gather the CPU plugin (OpenVINO 2026.4.1) never fills that
+graph's state.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from reproduction.experiment import Say
 from reproduction.models import Model, smollm2
 from swarm.folders import cache_folder
 from swarm.manifest import MANIFEST, load_manifest
-
 
 # Random weights, but true matrices; all with SmolLM2's vocabulary and so its tokenizer.
 SHAPES: dict[str, dict[str, int]] = {

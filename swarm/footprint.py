@@ -7,7 +7,7 @@ layers of SmolLM2-135M (Q4_1) and of Llama-3.2-1B's widths (int4, int8, f16); do
   weights in groups are widened to f32. The graph itself takes about 1 MB a layer.
 - In f32 a matrix of fewer than 2**22 weights is packed a second time: oneDNN packs it in blocks of 32 outputs for
   steps of 7 to 80 tokens, in blocks of 64 for shorter and longer ones. Matrices of larger models are packed once.
-- The embedding stays in its file: a look-up touches few of its pages, and the system can take them back.
+- The embedding stays in its file. It counts in full: pages that were looked up stay until the system wants them back.
 - KV: the plugin doubles the room of a cache that has outgrown it.
 - Room to compute in grows with the hidden size, by the tokens of a step and by those that they attend to.
 
@@ -36,7 +36,6 @@ _SECOND_PACKING = 0.9
 _WEIGHT_BYTES = {"int4": 0.5, "int8": 1.0, "f16": 2.0, "bf16": 2.0}
 # A layer of so many weights has its large matrices above 2**22, and the others are a few percent of it.
 _LARGE_LAYER = 40_000_000
-_EMBEDDING_SHARE = 0.25
 # For one step of 128 tokens, the chunk that a client sends of a prompt.
 _STEP_TOKENS = 128
 _ACTIVATIONS = 40
@@ -60,7 +59,7 @@ def weight_bytes(manifest: Manifest, span: LayerRange, kv: str) -> int:
     parts = manifest.span_parts(span)
     total = sum(layer_bytes(on_disk(layer_part(layer)), manifest.weights, kv) for layer in span)
     if EMBED in parts:
-        total += int(on_disk(EMBED) * _EMBEDDING_SHARE)
+        total += on_disk(EMBED)
     if HEAD in parts:
         # int8 beside layers of int4
         total += int(on_disk(HEAD) * (_PACKED["int8"] if manifest.weights in _PACKED else _PACKED_OTHERS))

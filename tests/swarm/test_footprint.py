@@ -26,9 +26,7 @@ def model(hidden: int, weights: str, layers: list[int], embed: int, head: int) -
         eos_token_ids=(2,),
         layers=(LayerSpec(kv_heads=4, key_size=64, value_size=64),) * len(layers),
         grid=(0, len(layers)),
-        parts={
-            name: (FileEntry(path=f"{name}.bin", size=size, sha256="0" * 64),) for name, size in sizes.items()
-        },
+        parts={name: (FileEntry(path=f"{name}.bin", size=size, sha256="0" * 64),) for name, size in sizes.items()},
     )
 
 
@@ -49,10 +47,11 @@ def model(hidden: int, weights: str, layers: list[int], embed: int, head: int) -
 def test_a_measured_span_is_foretold_and_never_by_less(
     shape: tuple[int, str, list[int], int, int], span: str, kv: str, engine: float, after_a_chunk: float
 ) -> None:
-    """MiB beside an empty peer; `after_a_chunk` of 128 tokens, their KV not counted. An empty peer has slack for 2.8."""
+    """MiB beside an empty peer, which has slack for 2.8; `after_a_chunk` of 128 tokens, their KV not counted."""
     manifest = model(*shape)
     weights = weight_bytes(manifest, LayerRange.parse(span), kv)
-    assert (engine - 2.8) * MIB <= weights <= (engine + 12) * MIB * 1.2
+    embedding = shape[3] * span.startswith("0:")  # counted in full, for it may become resident
+    assert (engine - 2.8) * MIB <= weights <= (engine + 12) * MIB * 1.2 + embedding
     assert after_a_chunk * MIB - 2.8 * MIB <= weights + step_bytes(manifest.hidden_size)
 
 
