@@ -15,7 +15,7 @@ from typing import Any
 
 from swarm.channel import Channel, measure_link
 from swarm.errors import NotCovered, PeerUnreachable, SwarmError
-from swarm.footprint import kv_bytes, weight_bytes
+from swarm.footprint import kv_bytes, layer_bytes
 from swarm.records import LEAVING, Link, ModelRecord, PeerRecord
 from swarm.routes import Alternative, LeftOut, Route, RouteRequest
 from swarm.routing import choose_route, sift
@@ -281,7 +281,7 @@ class ModelView:
     @property
     def layer_memory(self) -> int:
         """Bytes of memory that a layer takes on a peer in accuracy, on average."""
-        return weight_bytes(self.model.layer_bytes, "f32")
+        return layer_bytes(self.model.layer_bytes, self.model.weights, "f32")
 
     @property
     def kv_token_memory(self) -> int:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from swarm.errors import ConfigError
-from swarm.footprint import EMPTY_PEER_BYTES, USUAL_KV_TOKENS, in_words, kv_bytes, weight_bytes
+from swarm.footprint import (
+    EMPTY_PEER_BYTES,
+    USUAL_KV_TOKENS,
+    attention_bytes,
+    in_words,
+    kv_bytes,
+    step_bytes,
+    weight_bytes,
+)
 from swarm.manifest import Manifest
 from swarm.spans import LayerRange
 
@@ -14,8 +22,11 @@ _USUAL_LAYER_TIME_S = 1e-3
 
 
 def kv_token_bytes(manifest: Manifest, span: LayerRange, kv: str) -> int:
-    """Bytes that one cached token may take over `span`; `kv` as `Numerics.kv` (unknown counts as f32)."""
-    return kv_bytes(manifest.kv_elements(span), kv)
+    """Bytes that one cached token may take over `span`, attention to it included.
+
+    `kv` as `Numerics.kv` (unknown counts as f32).
+    """
+    return kv_bytes(manifest.kv_elements(span), kv) + attention_bytes(manifest.hidden_size)
 
 
 def usual_kv_tokens(manifest: Manifest, wanted: int | None = None) -> int:
@@ -25,8 +36,8 @@ def usual_kv_tokens(manifest: Manifest, wanted: int | None = None) -> int:
 
 def needed_bytes(manifest: Manifest, span: LayerRange, *, kv: str, kv_tokens: int) -> int:
     """Resident memory of a peer that serves `span` with `kv_tokens` cached."""
-    weights = weight_bytes(manifest.span_bytes(span), kv)
-    return EMPTY_PEER_BYTES + weights + kv_tokens * kv_token_bytes(manifest, span, kv)
+    alone = EMPTY_PEER_BYTES + weight_bytes(manifest, span, kv) + step_bytes(manifest.hidden_size)
+    return alone + kv_tokens * kv_token_bytes(manifest, span, kv)
 
 
 def kv_tokens_beside(manifest: Manifest, span: LayerRange, memory: int, *, kv: str) -> int:

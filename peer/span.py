@@ -10,7 +10,7 @@ from peer.service import Serving
 from peer.supply import Supply, divide_memory
 from swarm.engine.base import Engine
 from swarm.engine.compose import open_engine
-from swarm.footprint import in_words, weight_bytes
+from swarm.footprint import in_words, step_bytes, weight_bytes
 from swarm.spans import LayerRange
 
 _PARTS = 2
@@ -37,7 +37,7 @@ def load_span(config: JoinConfig, supply: Supply) -> Serving:
 
     def part_bytes(layers: LayerRange) -> int:
         """What a graph of these layers adds to this process."""
-        return weight_bytes(supply.manifest.span_bytes(layers), kv)
+        return weight_bytes(supply.manifest, layers, kv) + step_bytes(supply.manifest.hidden_size)
 
     def refuse(layers: LayerRange) -> str:
         free = min(left / _PARTS, psutil.virtual_memory().available * (1 - _SPARE_SHARE))

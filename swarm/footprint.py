@@ -1,39 +1,84 @@
 """What a span takes of a machine's memory. Pure; one rule for peers, the doctor and whoever shows a model.
 
-Memory of a peer = an empty peer + weights + KV cache:
+Memory of a peer = an empty peer + weights + KV cache + room to compute in. Measured with OpenVINO 2026.4.1 on
+layers of SmolLM2-135M (Q4_1) and of Llama-3.2-1B's widths (int4, int8, f16); docs/benchmarks.md has the figures:
 
-- Weights: the CPU plugin keeps its own, repacked copies; the file's pages are released after it. In f32 it
-  packs a layer twice, once for steps of up to about 6 tokens and once for longer ones. Measured on
-  SmolLM2-135M Q4_1 (scales for every 32 weights, which the plugin widens): middle layers take 2.5 of their
-  bytes on disk in accuracy and 1.5 in performance, the whole model 1.5 and 1.0 (the embedding stays in its file).
+- A layer's weights are repacked by the CPU plugin, and their file's pages released after it. The scales of
+  weights in groups are widened to f32. The graph itself takes about 1 MB a layer.
+- In f32 a matrix of fewer than 2**22 weights is packed a second time: oneDNN packs it in blocks of 32 outputs for
+  steps of 7 to 80 tokens, in blocks of 64 for shorter and longer ones. Matrices of larger models are packed once.
+- The embedding stays in its file. It counts in full: pages that were looked up stay until the system wants them back.
 - KV: the plugin doubles the room of a cache that has outgrown it.
+- Room to compute in grows with the hidden size, by the tokens of a step and by those that they attend to.
 
-`kv` is `Numerics.kv`: it tells both, for only accuracy keeps an f32 cache.
+`kv` is `Numerics.kv`: it tells weights and cache, for only accuracy keeps an f32 cache.
 """
 
 from __future__ import annotations
 
-# Python, OpenVINO and its plugin 100 MB, hivemind with torch 260 MB, activations of one chunk 25 MB.
+from swarm.manifest import EMBED, HEAD, Manifest, layer_part
+from swarm.spans import LayerRange
+
 EMPTY_PEER_BYTES = 400_000_000
+"""Python, OpenVINO and its plugin 125 MB, hivemind with torch 260 MB."""
 MEMORY_SHARE = 0.7
 """What a peer takes of the memory that is free when it starts, where nobody says."""
 USUAL_KV_TOKENS = 2048
 """For how many cached tokens a span must leave room, where nobody says."""
 KV_GROWTH = 2.0
-_WEIGHT_FACTORS = {"f32": 2.5}
-_FAST_WEIGHT_FACTOR = 1.5
 # A stored number's bytes; u8 has a scale and a zero point, 8 bytes for each head of 64 or more.
 _KV_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "u8": 1.125, "i8": 1.125, "u4": 0.625}
+_GRAPH_BYTES = 1_000_000
+# What weights take once packed, as a share of their file: groups of 32, the smallest in use, widened.
+_PACKED = {"int4": 1.3, "int8": 1.2}
+_PACKED_OTHERS = 1.1
+_SECOND_PACKING = 0.9
+_WEIGHT_BYTES = {"int4": 0.5, "int8": 1.0, "f16": 2.0, "bf16": 2.0}
+# A layer of so many weights has its large matrices above 2**22, and the others are a few percent of it.
+_LARGE_LAYER = 40_000_000
+# For one step of 128 tokens, the chunk that a client sends of a prompt.
+_STEP_TOKENS = 128
+_ACTIVATIONS = 40
+_HEAD_SIZE = 64
 
 
-def weight_bytes(on_disk: int, kv: str) -> int:
-    """Resident bytes of weights that take `on_disk` bytes in their files."""
-    return int(on_disk * _WEIGHT_FACTORS.get(kv, _FAST_WEIGHT_FACTOR))
+def layer_bytes(on_disk: int, weights: str, kv: str) -> int:
+    """Resident bytes of a layer that takes `on_disk` bytes in its files; `weights` as `Manifest.weights`."""
+    factor = _PACKED.get(weights, _PACKED_OTHERS)
+    if _stored_bytes(kv) >= _KV_BYTES["f32"] and on_disk < _LARGE_LAYER * _WEIGHT_BYTES.get(weights, 4.0):
+        factor += _SECOND_PACKING
+    return int(on_disk * factor) + _GRAPH_BYTES
+
+
+def weight_bytes(manifest: Manifest, span: LayerRange, kv: str) -> int:
+    """Resident bytes of the span's weights, embedding and head included where it has them."""
+
+    def on_disk(part: str) -> int:
+        return sum(entry.size for entry in manifest.parts[part])
+
+    parts = manifest.span_parts(span)
+    total = sum(layer_bytes(on_disk(layer_part(layer)), manifest.weights, kv) for layer in span)
+    if EMBED in parts:
+        total += on_disk(EMBED)
+    if HEAD in parts:
+        # int8 beside layers of int4
+        total += int(on_disk(HEAD) * (_PACKED["int8"] if manifest.weights in _PACKED else _PACKED_OTHERS))
+    return total
 
 
 def kv_bytes(elements: int, kv: str) -> int:
     """Resident bytes of `elements` cached numbers; an unknown precision counts as f32."""
-    return int(elements * max(_KV_BYTES.get(part, 4.0) for part in kv.split("+")) * KV_GROWTH)
+    return int(elements * _stored_bytes(kv) * KV_GROWTH)
+
+
+def step_bytes(hidden_size: int) -> int:
+    """What the largest usual step takes while it runs, and keeps: 40 numbers of the hidden size a token."""
+    return 4 * _STEP_TOKENS * hidden_size * _ACTIVATIONS
+
+
+def attention_bytes(hidden_size: int) -> int:
+    """What such a step takes for each token that it attends to: its scores, by heads of 64."""
+    return 4 * _STEP_TOKENS * hidden_size // _HEAD_SIZE
 
 
 def share_of(available: int) -> int:
@@ -53,3 +98,7 @@ def in_words(size: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
         value /= 1000
     return f"{value:.1f} TB"
+
+
+def _stored_bytes(kv: str) -> float:
+    return max(_KV_BYTES.get(part, 4.0) for part in kv.split("+"))

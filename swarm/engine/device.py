@@ -116,8 +116,14 @@ def _compile_cached(
     try:
         with locked(entry):
             discard_if_damaged(entry)
+            cached = {**properties, "CACHE_DIR": str(entry)}
             try:
-                compiled = core.compile_model(model, device, {**properties, "CACHE_DIR": str(entry)})
+                compiled = core.compile_model(model, device, cached)
+                if device.startswith("CPU") and not compiled.get_property("LOADED_FROM_CACHE"):
+                    # A graph that was just compiled keeps the constants that were folded on the way (the scales of
+                    # 4-bit weights, in f32) in its heap. Read from the blob they lie in a mapped file that can go.
+                    del compiled
+                    compiled = core.compile_model(model, device, cached)
             except RuntimeError:
                 discard(entry)
                 _logger.warning("compiling without the cache: %s would not serve", entry)

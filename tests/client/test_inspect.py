@@ -204,10 +204,10 @@ def test_models_are_listed_with_their_size_and_what_is_missing() -> None:
     out = io.StringIO()
     views = [ModelView(model=model, peers=2, missing=(LayerRange(11, 22),))]
     Console(file=out, width=80).print(picture_models(views))
-    for expected in ("smollm2", "dddddddddddd", "19/30", "6.8 MB", "a test", "nobody serves layers 11:22"):
+    for expected in ("smollm2", "dddddddddddd", "19/30", "6.4 MB", "a test", "nobody serves layers 11:22"):
         assert expected in out.getvalue()
     assert views[0].to_plain()["layer_bytes"] == 2_712_000
-    assert views[0].to_plain()["layer_memory_bytes"] == 6_780_000
+    assert views[0].to_plain()["layer_memory_bytes"] == 6_424_000
 
 
 # -- options -------------------------------------------------------------------------------------------------------

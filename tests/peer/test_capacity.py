@@ -18,7 +18,7 @@ from peer.capacity import (
     usual_kv_tokens,
 )
 from swarm.errors import ConfigError
-from swarm.footprint import EMPTY_PEER_BYTES
+from swarm.footprint import EMPTY_PEER_BYTES, layer_bytes, step_bytes
 from swarm.manifest import FileEntry, LayerSpec, Manifest, even_grid, layer_part
 from swarm.spans import LayerRange
 
@@ -111,10 +111,9 @@ def test_the_kv_room_is_what_the_weights_leave() -> None:
 
 
 def test_middle_layers_are_what_fits_most_of() -> None:
-    memory = EMPTY_PEER_BYTES + 1000 * MB
-    assert layers_that_fit(TOY, memory, kv="f32", kv_tokens=0) == 1000 // 250
-    assert layers_that_fit(TOY, memory, kv="u8", kv_tokens=0) == 1000 // 150
-    assert layers_that_fit(TOY, EMPTY_PEER_BYTES, kv="f32", kv_tokens=0) == 0
+    memory = EMPTY_PEER_BYTES + step_bytes(TOY.hidden_size) + 1000 * MB
+    assert layers_that_fit(TOY, memory, kv="f32", kv_tokens=0) == 1000 * MB // layer_bytes(100 * MB, "int4", "f32")
+    assert layers_that_fit(TOY, memory - 1000 * MB, kv="f32", kv_tokens=0) == 0
     assert layers_that_fit(TOY, PLENTY, kv="f32", kv_tokens=8192) == 30
 
 

@@ -233,6 +233,23 @@ def test_a_cache_is_used_and_a_damaged_one_replaced(tiny_packages: Mapping[str, 
     assert (blob.parent / "sealed.json").exists()
 
 
+def test_the_first_start_too_runs_from_the_mapped_blob(tiny_packages: Mapping[str, Path], tmp_path: Path) -> None:
+    model = compose(tiny_packages["llama"], load_manifest(tiny_packages["llama"]), LayerRange(1, 2))
+    for _start in range(2):
+        compiled = compile_span(model, attention_layers=1, cache_dir=tmp_path).model
+        assert compiled.get_property("LOADED_FROM_CACHE")
+
+
+def test_half_floats_are_compiled_anew_for_a_cached_graph_widens_them(
+    tiny_packages: Mapping[str, Path], tmp_path: Path
+) -> None:
+    package = tiny_packages["llama"]
+    for weights, blobs in (("f16", 0), ("int4", 1)):
+        manifest = replace(load_manifest(package), weights=weights)
+        open_engine(package, manifest, LayerRange(1, 2), cache_dir=tmp_path)
+        assert len(list(tmp_path.glob("*/*.blob"))) == blobs
+
+
 def test_a_cache_that_cannot_be_written_costs_only_time(tiny_packages: Mapping[str, Path], tmp_path: Path) -> None:
     package = tiny_packages["llama"]
     (tmp_path / "file").write_text("in the way")
