@@ -101,6 +101,7 @@ async def generate(pipeline: Pipeline, task: Task, meter: Meter) -> AsyncGenerat
     """
     known = list(task.prompt)
     reused = min(common_prefix(pipeline.cached, known), len(known) - 1)
+    pipeline.begin(known)
     repairs = pipeline.repairs
     writer = Writer(task.decode, stops=task.config.stops, tidies=task.tidies)
     stop_ids = task.stop_ids

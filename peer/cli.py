@@ -20,6 +20,7 @@ from peer.report import Report
 from swarm import loops
 from swarm.address import Address
 from swarm.engine.base import Precision
+from swarm.engine.choice import EngineChoice
 from swarm.folders import cache_folder
 from swarm.spans import LayerRange
 
@@ -54,6 +55,9 @@ def join(
     listen: Listen = None,
     dht_port: DhtPort = None,
     device: Annotated[str, typer.Option(help="An OpenVINO device.")] = "CPU",
+    engine: Annotated[
+        EngineChoice, typer.Option(help="How it computes; auto takes static graphs on an NPU, and else stateful ones.")
+    ] = "auto",
     precision: Annotated[
         Precision, typer.Option(help="f32, which gives the unsplit model's tokens, or the device's default.")
     ] = "accuracy",
@@ -83,6 +87,7 @@ def join(
         listen=_listen(listen),
         dht_port=dht_port,
         device=device,
+        engine=engine,
         precision=precision,
         max_memory=None if max_memory is None else parse_bytes(max_memory),
         kv_tokens=kv_tokens,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from swarm.address import Address
 from swarm.engine.base import PRECISIONS
+from swarm.engine.choice import EngineKind, resolve_engine
 from swarm.errors import ConfigError
 from swarm.spans import LayerRange
 
@@ -77,6 +78,7 @@ class JoinConfig:
     listen: Address | None = None
     dht_port: int | None = None
     device: str = "CPU"
+    engine: str = "auto"
     precision: str = "accuracy"
     max_memory: int | None = None
     kv_tokens: int | None = None
@@ -90,6 +92,7 @@ class JoinConfig:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise ConfigError(f"precision is {self.precision!r}; it must be {' or '.join(PRECISIONS)}")
+        resolve_engine(self.engine, self.device)
         if self.max_memory is not None and self.max_memory <= 0:
             raise ConfigError(f"max_memory is {self.max_memory!r}; it must be over 0 bytes")
         if self.kv_tokens is not None and self.kv_tokens < 1:
@@ -106,3 +109,8 @@ class JoinConfig:
             raise ConfigError("the package is empty; name a directory, or a model that the swarm serves")
         if len(self.name) > 64 or not self.name.isprintable():
             raise ConfigError(f"name is {self.name[:80]!r}; it must be printable and at most 64 characters long")
+
+    @property
+    def engine_kind(self) -> EngineKind:
+        """What `engine` comes to on `device`."""
+        return resolve_engine(self.engine, self.device)

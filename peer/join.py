@@ -226,6 +226,7 @@ class Peer:
         tested = await self_test(
             supply.package,
             span,
+            engine=supply.engine,
             device=config.device,
             precision=config.precision,
             threads=config.threads,

@@ -24,9 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarm.child import module_command, module_environment
-from swarm.engine.base import Step
-from swarm.engine.compose import open_engine
-from swarm.engine.stateful import StatefulEngine
+from swarm.engine.base import Engine, Step
+from swarm.engine.choice import EngineKind, most_tokens, open_chosen_engine, resolve_engine
 from swarm.errors import EngineError, PackageError, SwarmError
 from swarm.manifest import Manifest, load_manifest
 from swarm.spans import LayerRange
@@ -51,6 +50,7 @@ async def self_test(
     package: Path,
     span: LayerRange,
     *,
+    engine: EngineKind = "stateful",
     device: str = "CPU",
     precision: str = "accuracy",
     threads: int = 0,
@@ -62,7 +62,8 @@ async def self_test(
     Raises EngineError that says how the test failed and what to try, PackageError for the files.
     """
     command = [*module_command("peer.selftest"), str(package), str(span)]
-    command += ["--parent", str(os.getpid()), "--device", device, "--precision", precision, "--threads", str(threads)]
+    command += ["--parent", str(os.getpid()), "--engine", engine, "--device", device]
+    command += ["--precision", precision, "--threads", str(threads)]
     command += ["--cache-dir", str(cache_dir)] if cache_dir else []
     # A session of its own: Ctrl-C in a terminal is the peer's to handle.
     child = await asyncio.create_subprocess_exec(
@@ -114,9 +115,10 @@ def read_outcome(code: int, out: bytes, err: bytes, *, span: LayerRange, device:
         raise EngineError(f"the self-test of layers {span} ended without a result: {out[-200:]!r}") from error
 
 
-def run_here(engine: StatefulEngine, manifest: Manifest) -> SelfTest:
-    """Prefill, decode, rewind and decode again. Raises EngineError where the numbers are not right."""
-    span, room = engine.span, manifest.context_length
+def run_here(engine: Engine, manifest: Manifest, *, room: int) -> SelfTest:
+    """Prefill, decode, rewind and decode again, within `room` tokens. Raises EngineError where the numbers are not
+    right."""
+    span = engine.span
     prefill = max(min(_PREFILL, room - _DECODES), 1)
     feed = _Feeder(engine, manifest, max_tokens=min(_PREFILL + _DECODES, room))
     feed(0, prefill)
@@ -143,7 +145,7 @@ def run_here(engine: StatefulEngine, manifest: Manifest) -> SelfTest:
 class _Feeder:
     """Made-up tokens and hidden states, the same at the same position, into one session."""
 
-    def __init__(self, engine: StatefulEngine, manifest: Manifest, *, max_tokens: int) -> None:
+    def __init__(self, engine: Engine, manifest: Manifest, *, max_tokens: int) -> None:
         random = np.random.default_rng(0)
         self._engine = engine
         self._tokens = random.integers(0, manifest.vocab_size, max_tokens).astype(np.int32)
@@ -178,6 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("package", type=Path)
     parser.add_argument("span", type=LayerRange.parse)
     parser.add_argument("--parent", type=int)
+    parser.add_argument("--engine", default="auto")
     parser.add_argument("--device", default="CPU")
     parser.add_argument("--precision", default="accuracy")
     parser.add_argument("--threads", type=int, default=0)
@@ -187,7 +190,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _die_with(given.parent)
     try:
         manifest = load_manifest(given.package)
-        engine = open_engine(
+        kind = resolve_engine(given.engine, given.device)
+        engine = open_chosen_engine(
+            kind,
             given.package,
             manifest,
             given.span,
@@ -196,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             threads=given.threads,
             cache_dir=given.cache_dir,
         )
-        result = run_here(engine, manifest)
+        result = run_here(engine, manifest, room=most_tokens(kind, manifest))
     except SwarmError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

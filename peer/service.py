@@ -52,12 +52,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """What is served. `entries` and `builder` let routes enter inside the span (see `segments`)."""
+    """What is served. `attends_to` as in `records.PeerRecord`; `entries` and `builder` let routes enter inside the
+    span (see `segments`)."""
 
     manifest: Manifest
     engine: Engine
     limits: SessionLimits
     batch: int = 1
+    attends_to: int = 0
     entries: tuple[int, ...] = ()
     builder: Builder | None = None
 

@@ -9,7 +9,8 @@ from peer.segments import Builder
 from peer.service import Serving
 from peer.supply import Supply, divide_memory
 from swarm.engine.base import Engine
-from swarm.engine.compose import open_engine
+from swarm.engine.choice import open_chosen_engine
+from swarm.errors import ConfigError
 from swarm.footprint import in_words, step_bytes, weight_bytes
 from swarm.spans import LayerRange
 
@@ -21,7 +22,8 @@ def load_span(config: JoinConfig, supply: Supply) -> Serving:
     """Compile the span. Blocks for seconds. Raises PackageError, EngineError, ConfigError."""
 
     def build(layers: LayerRange) -> Engine:
-        return open_engine(
+        return open_chosen_engine(
+            supply.engine,
             supply.package,
             supply.manifest,
             layers,
@@ -56,7 +58,22 @@ def load_span(config: JoinConfig, supply: Supply) -> Serving:
     return Serving(
         manifest=supply.manifest,
         engine=engine,
-        limits=SessionLimits(kv_total=kv_tokens),
+        limits=_limits(supply, kv_tokens),
+        attends_to=supply.manifest.static.context if supply.engine == "static" and supply.manifest.static else 0,
         entries=entries,
         builder=Builder(build=build, refuse=refuse, most=_PARTS),
     )
+
+
+def _limits(supply: Supply, kv_tokens: int) -> SessionLimits:
+    """For sessions that share `kv_tokens` of cache. On static graphs each takes its slots, however long its text."""
+    static = supply.manifest.static
+    if supply.engine != "static" or static is None:
+        return SessionLimits(kv_total=kv_tokens)
+    sessions = min(kv_tokens // static.slots, SessionLimits.sessions)
+    if sessions < 1:
+        raise ConfigError(
+            f"a session on these static graphs takes {static.slots} tokens of KV cache and there is room for "
+            f"{kv_tokens}: serve fewer layers, or raise --kv-tokens or --max-memory"
+        )
+    return SessionLimits(kv_total=sessions * supply.manifest.context_length, sessions=sessions)

@@ -31,6 +31,7 @@ from peer.desk import Shelf
 from peer.report import Report
 from swarm.channel import Channel
 from swarm.directory import Directory
+from swarm.engine.choice import EngineKind
 from swarm.errors import ConfigError, DamagedFile, DirectoryError, PeerError, RemoteProtocolError, UnknownModel
 from swarm.fetch import fetch_manifest, fetch_parts
 from swarm.footprint import in_words, share_of
@@ -57,7 +58,7 @@ _MOST_HOLDS = 64
 class Supply:
     """What a peer is going to serve. `fetched` tells that the files come from other peers.
 
-    `memory` in bytes is what it may take in all.
+    `memory` in bytes is what it may take in all; `engine` decides which graphs are needed.
     """
 
     package: Path
@@ -65,11 +66,13 @@ class Supply:
     span: LayerRange
     memory: int
     fetched: bool
+    engine: EngineKind = "stateful"
 
     @property
     def parts(self) -> list[str]:
         """What is loaded, and the tokenizer, which every peer gives away."""
-        return [*self.manifest.span_parts(self.span), TOKENIZER]
+        static = self.manifest.static_parts(self.span) if self.engine == "static" else []
+        return [*self.manifest.span_parts(self.span), *static, TOKENIZER]
 
 
 async def choose_supply(config: JoinConfig, directory: Directory | None, hello: Hello, *, peer_id: str) -> Supply:
@@ -95,9 +98,13 @@ async def choose_supply(config: JoinConfig, directory: Directory | None, hello: 
         records = await find_peers(directory, model.digest, now=time.time())
         manifest = await _manifest_of(model.digest, records, hello)
         package, fetched = config.cache_dir / "packages" / model.digest[:16], True
+    if config.engine_kind == "static":
+        manifest.static_parts(manifest.span)  # refuses before anything is fetched
     memory = config.max_memory or share_of(psutil.virtual_memory().available)
     span = _span(config, manifest, memory, _served(manifest, records, peer_id))
-    return Supply(package=package, manifest=manifest, span=span, memory=memory, fetched=fetched)
+    return Supply(
+        package=package, manifest=manifest, span=span, memory=memory, fetched=fetched, engine=config.engine_kind
+    )
 
 
 async def reconsider(config: JoinConfig, supply: Supply, directory: Directory, *, peer_id: str) -> Supply:
