@@ -35,8 +35,8 @@ def export(
         typer.Option(metavar="CONTEXT", help="Also write graphs for NPUs, which attend to so many tokens."),
     ] = None,
     chunk: Annotated[
-        int, typer.Option(metavar="C", help="How many tokens of a prompt those graphs take at a time.")
-    ] = 64,
+        int | None, typer.Option(metavar="C", help="How many tokens of a prompt those take at a time; usually 64.")
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="First run the layers against SOURCE.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a package that is at OUT.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

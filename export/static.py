@@ -29,17 +29,18 @@ from swarm.engine.static_graph import BIAS, CACHES, POSITIONS, check_static
 from swarm.errors import ConfigError, DamagedFile, PackageError, UnsupportedModel
 from swarm.manifest import FileEntry, StaticSpec, describe_file, layer_part, static_file, static_part
 
-USUAL_CHUNK = 64
+_USUAL_CHUNK = 64
 _HIDDEN = "hidden_states"
 _CONSTANT = re.compile(rb'(<data element_type="[^"]*" shape="[^"]*" offset=")(\d+)(" size=")(\d+)(")')
 
 
-def static_spec(context: int, chunk: int = USUAL_CHUNK) -> StaticSpec:
+def static_spec(context: int, chunk: int | None = None) -> StaticSpec:
     """The sizes that `--static CONTEXT --chunk CHUNK` stands for. Raises ConfigError."""
     try:
-        return StaticSpec(context=context, chunk=chunk)
+        fitting = max(2, min(_USUAL_CHUNK, context - StaticSpec.sinks))
+        return StaticSpec(context=context, chunk=fitting if chunk is None else chunk)
     except PackageError as error:
-        raise ConfigError(f"--static {context} --chunk {chunk} cannot be: {error}") from error
+        raise ConfigError(f"--static {context} cannot be: {error}") from error
 
 
 def check_fits(spec: StaticSpec, context_length: int) -> None:

@@ -25,9 +25,9 @@ from swarm.spans import LayerRange
 _TOLERANCE = 1e-3  # of the largest number in the result; both compute in f32
 _DECODED = 2  # tokens at the end that come one by one
 _ROWS = 8  # of logits in a chunk, where a layer is only to be had with the head
-_SMALL = 64  # bytes of a constant that is a setting, not a weight
+_SMALL = 64  # bytes of a constant that is a setting, such as a window, and no table
 _NAMES = re.compile(rb' (names?|id|variable_id|from-layer|to-layer|offset)="[^"]*"')
-_CONSTANT = re.compile(rb'offset="(\d+)" size="(\d+)"')
+_INTEGERS = re.compile(rb'element_type="i\d\d" shape="[^"]*" offset="(\d+)" size="(\d+)"')
 
 
 def check_static_layers(package: Path, manifest: Manifest, progress: Progress = silent) -> None:
@@ -48,7 +48,7 @@ def _kind(package: Path, manifest: Manifest, layer: int) -> str:
     graph, weights = part.with_suffix(".xml").read_bytes(), part.with_suffix(".bin").read_bytes()
     digest = hashlib.sha256(repr(manifest.layers[layer]).encode())
     digest.update(_NAMES.sub(b"", graph))
-    for found in _CONSTANT.finditer(graph):
+    for found in _INTEGERS.finditer(graph):
         at, size = int(found[1]), int(found[2])
         if size <= _SMALL:
             digest.update(weights[at : at + size])

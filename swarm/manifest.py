@@ -97,6 +97,9 @@ class StaticSpec:
     rewind: int = 16
 
     def __post_init__(self) -> None:
+        for name in ("context", "chunk", "sinks", "rewind"):
+            if not isinstance(getattr(self, name), int):
+                raise PackageError(f"static graphs: {name} is {getattr(self, name)!r}, not a number of tokens")
         for name, least, most in (
             ("context", 2, 1 << 20),
             ("sinks", 0, self.context - 1),
@@ -104,8 +107,8 @@ class StaticSpec:
             ("rewind", 0, 1 << 16),
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or not least <= value <= most:
-                raise PackageError(f"static graphs: {name} is {value!r}; {least} to {most} are possible")
+            if not least <= value <= most:
+                raise PackageError(f"static graphs: {name} is {value}; {least} to {most} are possible")
 
     @property
     def reach(self) -> int:
