@@ -60,10 +60,11 @@ def write_static(
     for layer in range(layers):
         progress("making static graphs", layer, layers)
         files = []
+        source = package / f"{layer_part(layer)}.xml"
+        constants = _Constants(source)
         for kind, width in spec.widths.items():
-            model = make_static(package / f"{layer_part(layer)}.xml", width=width, slots=spec.slots)
             path = package / static_file(layer, kind)
-            _save_without_weights(model, path, package / f"{layer_part(layer)}.bin")
+            _save_without_weights(make_static(source, width=width, slots=spec.slots), path, constants)
             files.append(describe_file(path))
         parts[static_part(layer)] = tuple(files)
     progress("making static graphs", layers, layers)
@@ -159,15 +160,14 @@ def _mend_expansions(model: ov.Model) -> None:
                     port.replace_source_output(one.output(0))
 
 
-def _save_without_weights(model: ov.Model, path: Path, weights: Path) -> None:
-    """Write `model` to the .xml file `path`, its constants being those that lie in `weights` already."""
+def _save_without_weights(model: ov.Model, path: Path, there: _Constants) -> None:
+    """Write `model` to the .xml file `path`, its constants being those that are `there` already."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".static.") as work:
         whole = Path(work) / "whole.xml"
         try:
             ov.serialize(model, whole)
         except RuntimeError as error:
             raise PackageError(f"{path} cannot be written: {last_line(error)}") from error
-        there = _Constants(path.with_name(f"{weights.stem}.xml"), weights)
         own = whole.with_suffix(".bin").read_bytes()
 
         def moved(found: re.Match[bytes]) -> bytes:
@@ -179,13 +179,13 @@ def _save_without_weights(model: ov.Model, path: Path, weights: Path) -> None:
 
 
 class _Constants:
-    """Where each constant of a part lies in its .bin."""
+    """Where each constant of the graph at `path` lies in its .bin."""
 
-    def __init__(self, graph: Path, weights: Path) -> None:
-        self._weights = weights
-        self._raw = weights.read_bytes()
-        places = ((int(found[2]), int(found[4])) for found in _CONSTANT.finditer(graph.read_bytes()))
-        self._places = {_digest(self._raw[at : at + size]): at for at, size in sorted(places, reverse=True)}
+    def __init__(self, path: Path) -> None:
+        self._weights = path.with_suffix(".bin")
+        raw = self._weights.read_bytes()
+        places = ((int(found[2]), int(found[4])) for found in _CONSTANT.finditer(path.read_bytes()))
+        self._places = {_digest(raw[at : at + size]): at for at, size in sorted(places, reverse=True)}
 
     def find(self, content: bytes) -> int:
         """Raises PackageError where these numbers are not there."""

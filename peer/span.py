@@ -39,7 +39,7 @@ def load_span(config: JoinConfig, supply: Supply) -> Serving:
 
     def part_bytes(layers: LayerRange) -> int:
         """What a graph of these layers adds to this process."""
-        return weight_bytes(supply.manifest, layers, kv) + step_bytes(supply.manifest.hidden_size)
+        return weight_bytes(supply.manifest, layers, kv, supply.graphs) + step_bytes(supply.manifest.hidden_size)
 
     def refuse(layers: LayerRange) -> str:
         free = min(left / _PARTS, psutil.virtual_memory().available * (1 - _SPARE_SHARE))

@@ -31,7 +31,7 @@ from peer.desk import Shelf
 from peer.report import Report
 from swarm.channel import Channel
 from swarm.directory import Directory
-from swarm.engine.choice import EngineKind
+from swarm.engine.choice import EngineKind, graphs_of
 from swarm.errors import ConfigError, DamagedFile, DirectoryError, PeerError, RemoteProtocolError, UnknownModel
 from swarm.fetch import fetch_manifest, fetch_parts
 from swarm.footprint import in_words, share_of
@@ -67,6 +67,11 @@ class Supply:
     memory: int
     fetched: bool
     engine: EngineKind = "stateful"
+
+    @property
+    def graphs(self) -> int:
+        """How many compiled graphs hold the span's weights."""
+        return graphs_of(self.engine)
 
     @property
     def parts(self) -> list[str]:
@@ -168,13 +173,14 @@ def divide_memory(supply: Supply, kv: str, kv_tokens: int | None) -> tuple[int, 
     boundaries inside, KV gets half of what is there. Raises ConfigError where there is no room at all.
     """
     manifest, span = supply.manifest, supply.span
-    alone = needed_bytes(manifest, span, kv=kv, kv_tokens=0)
+    alone = needed_bytes(manifest, span, kv=kv, kv_tokens=0, graphs=supply.graphs)
     inside = any(span.first < edge < span.last for edge in manifest.grid)
-    room = kv_tokens_beside(manifest, span, supply.memory - inside * (supply.memory - alone) // 2, kv=kv)
+    share = supply.memory - inside * (supply.memory - alone) // 2
+    room = kv_tokens_beside(manifest, span, share, kv=kv, graphs=supply.graphs)
     if room < 1:
-        raise ConfigError(_too_big(manifest, span, supply.memory, kv=kv, kv_tokens=1))
+        raise ConfigError(_too_big(manifest, span, supply.memory, kv=kv, kv_tokens=1, graphs=supply.graphs))
     tokens = min(room, kv_tokens) if kv_tokens is not None else room
-    return tokens, supply.memory - needed_bytes(manifest, span, kv=kv, kv_tokens=tokens)
+    return tokens, supply.memory - needed_bytes(manifest, span, kv=kv, kv_tokens=tokens, graphs=supply.graphs)
 
 
 def held_layers(shelf: Shelf) -> tuple[LayerRange, ...]:
@@ -197,18 +203,18 @@ def _served(manifest: Manifest, records: list[PeerRecord], peer_id: str) -> list
 
 def _span(config: JoinConfig, manifest: Manifest, memory: int, served: list[float]) -> LayerRange:
     kv = "f32" if config.precision == "accuracy" else "f16"
-    kv_tokens = usual_kv_tokens(manifest, config.kv_tokens)
+    kv_tokens, graphs = usual_kv_tokens(manifest, config.kv_tokens), graphs_of(config.engine_kind)
     if config.layers is None:
-        return choose_span(manifest, memory, served=served, kv=kv, kv_tokens=kv_tokens)
+        return choose_span(manifest, memory, served=served, kv=kv, kv_tokens=kv_tokens, graphs=graphs)
     if config.layers.last > len(manifest.layers):
         raise ConfigError(f"layers {config.layers} are not in {manifest.name}, which has {len(manifest.layers)}")
-    if needed_bytes(manifest, config.layers, kv=kv, kv_tokens=1) > memory:
-        raise ConfigError(_too_big(manifest, config.layers, memory, kv=kv, kv_tokens=1))
+    if needed_bytes(manifest, config.layers, kv=kv, kv_tokens=1, graphs=graphs) > memory:
+        raise ConfigError(_too_big(manifest, config.layers, memory, kv=kv, kv_tokens=1, graphs=graphs))
     return config.layers
 
 
-def _too_big(manifest: Manifest, span: LayerRange, memory: int, *, kv: str, kv_tokens: int) -> str:
-    needed = needed_bytes(manifest, span, kv=kv, kv_tokens=kv_tokens)
+def _too_big(manifest: Manifest, span: LayerRange, memory: int, *, kv: str, kv_tokens: int, graphs: int) -> str:
+    needed = needed_bytes(manifest, span, kv=kv, kv_tokens=kv_tokens, graphs=graphs)
     return (
         f"layers {span} of {manifest.name} need {in_words(needed)} and this peer may take {in_words(memory)}; "
         "serve fewer layers or raise --max-memory"

@@ -55,3 +55,8 @@ def open_chosen_engine(
 def most_tokens(kind: EngineKind, manifest: Manifest) -> int:
     """How many tokens an engine of `kind` takes in one go, and attends to."""
     return manifest.static.context if kind == "static" and manifest.static else manifest.context_length
+
+
+def graphs_of(kind: EngineKind) -> int:
+    """How many compiled graphs, each with its weights, an engine of `kind` is."""
+    return 2 if kind == "static" else 1

@@ -19,7 +19,7 @@ from swarm.engine.static_graph import MOST_ROWS, check_static, compose_static
 from swarm.errors import BadStep, ContextExceeded, EngineError, PackageError, SwarmError, UnknownSession
 from swarm.manifest import DECODE, PREFILL, load_manifest
 from swarm.spans import LayerRange
-from tests.conftest import SMOLLM2_STATIC, TINY_STATIC, GreedyReference
+from tests.conftest import SMOLLM2_STATIC, TINY_STATIC
 
 CONTEXT, CHUNK = TINY_STATIC
 IDS = np.random.default_rng(3).integers(3, 200, 200).astype(np.int32)
@@ -261,33 +261,8 @@ def test_a_package_without_static_graphs_is_refused(tiny_packages: Mapping[str, 
         static_of(tiny_packages["llama"])
 
 
-@pytest.fixture(scope="module")
-def smollm2(smollm2_static_package: Path) -> StaticEngine:
-    return static_of(smollm2_static_package, "0:30")
-
-
-def greedy(engine: Engine, prompt: Sequence[int], count: int) -> list[int]:
-    engine.open("greedy", len(prompt) + count)
-    known, start = list(prompt), 0
-    while len(known) < len(prompt) + count:
-        tokens = np.array(known[start:], np.int32)
-        logits = run(engine, Step(session="greedy", start=start, tokens=tokens, rows=1))
-        start = len(known)
-        known.append(int(logits[-1].argmax()))
-    engine.close("greedy")
-    return known[len(prompt) :]
-
-
-def test_a_real_models_text_equals_the_unsplit_models_within_the_context(
-    smollm2: StaticEngine, greedy_reference: GreedyReference
-) -> None:
-    prompt = [1, 504, 2970, 282, 4649, 314]
-    count = 30
-    assert greedy(smollm2, prompt, count) == greedy_reference(prompt, count)
-
-
 def test_a_real_model_that_slides_goes_on_knowing_the_language(
-    smollm2: StaticEngine, smollm2_package: Path, smollm2_tokenizer: Any
+    smollm2_static_package: Path, smollm2_tokenizer: Any
 ) -> None:
     """Where the first tokens are dropped with the others, no word that follows is foreseen any more."""
     context = SMOLLM2_STATIC[0]
@@ -296,7 +271,8 @@ def test_a_real_model_that_slides_goes_on_knowing_the_language(
     )
     ids = smollm2_tokenizer.encode(text).input_ids.data[0][: 2 * context + 1].astype(np.int32)
     surprise = []
-    for engine in (smollm2, open_engine(smollm2_package, load_manifest(smollm2_package), LayerRange(0, 30))):
+    package = smollm2_static_package
+    for engine in (static_of(package, "0:30"), open_engine(package, load_manifest(package), LayerRange(0, 30))):
         engine.open("text", len(ids))
         run(engine, Step(session="text", start=0, tokens=ids[:context]))
         logits = run(engine, Step(session="text", start=context, tokens=ids[context:-1], rows=context))
