@@ -20,8 +20,8 @@ from __future__ import annotations
 from swarm.manifest import EMBED, HEAD, Manifest, layer_part
 from swarm.spans import LayerRange
 
-EMPTY_PEER_BYTES = 400_000_000
-"""Python, OpenVINO and its plugin 125 MB, hivemind with torch 260 MB."""
+EMPTY_PEER_BYTES = 160_000_000
+"""Python with a node of the DHT 90 MB, OpenVINO and its plugin 60 MB."""
 MEMORY_SHARE = 0.7
 """What a peer takes of the memory that is free when it starts, where nobody says."""
 USUAL_KV_TOKENS = 2048

@@ -112,7 +112,7 @@ def test_what_cannot_be_served_is_said_before_anything_is_loaded(package: Path, 
         (ConfigError, "layers 0:9 are not in toy, which has 6", package, {"layers": LayerRange(0, 9)}),
         (
             ConfigError,
-            "need 403 MB and this peer may take 100 MB",
+            "need 163 MB and this peer may take 100 MB",
             package,
             {"layers": LayerRange(0, 3), "max_memory": 100_000_000},
         ),
