@@ -26,6 +26,8 @@ import pytest
 from swarm.demomodel import fetch_demo_model
 from swarm.folders import cache_folder
 
+pytest_plugins = ["tests.sharing"]
+
 ROOT = Path(__file__).parent.parent
 GreedyReference = Callable[[Sequence[int], int], list[int]]
 ChatIds = Callable[[str], list[int]]
