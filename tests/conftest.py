@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,9 @@ TINY_STATIC, SMOLLM2_STATIC = (48, 8), (64, 32)
 
 def pytest_configure() -> None:
     _hide_broken_torchvision()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # a shell starts what goes to the background so; the tests of Ctrl-C, and the peers that they start, need it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
