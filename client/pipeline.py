@@ -129,6 +129,11 @@ class Pipeline:
         return tuple(self._cached)
 
     @property
+    def length(self) -> int:
+        """How many those are."""
+        return len(self._cached)
+
+    @property
     def route(self) -> Route | None:
         return self._circuit.route if self._circuit else None
 

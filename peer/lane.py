@@ -172,7 +172,7 @@ class Lane:
         if not self._is_last:
             return await self._worker.run(self.engine, step, None, _NO_IDS)
         history = _NO_IDS
-        if forward.sampling.repetition_penalty != 1.0:
+        if forward.sampling.looks_back:
             history = np.concatenate([self.session.history[: step.start], step.tokens])
         return await self._worker.run(self.engine, step, forward.sampling, history)
 

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarm.engine.base import Engine, Step, StepResult
-from swarm.errors import EngineError, LocalProtocolError, PeerBusy, PeerFailed, SwarmError
+from swarm.errors import BadStep, EngineError, LocalProtocolError, PeerBusy, PeerFailed, SwarmError
 from swarm.sampling import Choice, Sampling, choose
 
 T = TypeVar("T")
@@ -286,9 +286,13 @@ def _chosen(job: _StepJob, answer: StepResult) -> _Output | SwarmError:
     if job.sampling is None:
         return answer
     first = job.step.end - job.step.rows + 1  # the position that the first of the rows is the choice for
-    return tuple(
-        choose(row, job.sampling, position=first + i, history=job.history[: first + i]) for i, row in enumerate(answer)
-    )
+    try:
+        return tuple(
+            choose(row, job.sampling, position=first + i, history=job.history[: first + i])
+            for i, row in enumerate(answer)
+        )
+    except BadStep as error:  # a token id that the model does not have
+        return error
 
 
 def _outcome(output: _Output, queue_s: float, compute_s: float) -> StepOutcome:
