@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 
 from client.inspect import Inspection, MeasuredLink, inspect_swarm, measure
 from swarm.channel import Channel
+from swarm.directory import Directory
 from swarm.engine.base import Numerics
 from swarm.errors import DirectoryError, PeerError, RemoteProtocolError, UnknownModel
 from swarm.fetch import fetch_manifest
 from swarm.greeting import client_hello
 from swarm.manifest import Manifest
-from swarm.peers import PeerDirectory, find_model, find_peers
+from swarm.peers import find_model, find_peers
 from swarm.records import PeerRecord
 from swarm.routes import Objective, RouteRequest
 
@@ -49,7 +50,7 @@ class Look:
         self._manifest = manifest
         self._model = (manifest.name, manifest.digest, len(manifest.layers)) if manifest else None
 
-    async def __call__(self, directory: PeerDirectory, say: Callable[[str], None] = lambda _: None) -> Inspection:
+    async def __call__(self, directory: Directory, say: Callable[[str], None] = lambda _: None) -> Inspection:
         """Raises UnknownModel, MixedModels, and what the directory raises; never for a single peer."""
         say("looking up who serves what")
         if self._model is None:

@@ -73,6 +73,10 @@ def join(
     grace: Annotated[
         float, typer.Option(help="Seconds that sessions have to move on when it leaves.")
     ] = JoinConfig.grace_s,
+    metrics: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where Prometheus finds this peer's /metrics, open to who reaches it."),
+    ] = None,
     as_json: AsJson = False,
     verbose: Verbose = 0,
 ) -> None:
@@ -97,6 +101,7 @@ def join(
         cache_dir=cache_dir or cache_folder(),
         wait_s=wait,
         grace_s=grace,
+        metrics=_listen(metrics),
     )
     _run(config, as_json=as_json, verbose=verbose)
 

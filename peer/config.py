@@ -66,7 +66,7 @@ class JoinConfig:
     chooses a span. `listen` None takes the default port or the next free one. `wait_s` bounds how long
     unreachable initial peers are tried again; None keeps trying. `grace_s` is how long a leaving peer
     waits for its sessions to move on. `dht_port` is where its DHT node listens: 0 any, None the listening port
-    plus 1000 where that is free.
+    plus 1000 where that is free. `metrics` is where Prometheus finds its page; None serves none.
 
     >>> JoinConfig(package="smollm2", initial_peers=(Address.parse("10.0.0.7:31337"),)).device
     'CPU'
@@ -88,6 +88,7 @@ class JoinConfig:
     cache_dir: Path
     wait_s: float | None = None
     grace_s: float = 5.0
+    metrics: Address | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:

@@ -48,6 +48,7 @@ from swarm.wire.messages import (
 )
 
 _log = logging.getLogger(__name__)
+OnStep = Callable[[Step, StepOutcome], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +93,8 @@ class SpanService:
         manifest = serving.manifest
         self._peer_id = peer_id
         self._on_failed = on_failed
+        self._on_step: OnStep = lambda step, outcome: None
+        self._on_error: Callable[[SwarmError], None] = lambda _: None
         self._clock = clock
         self._manifest = manifest
         # the largest step: an id of 4 bytes and a hidden state in f32 for each token
@@ -126,6 +129,10 @@ class SpanService:
             layer_time_s=self._pace.layer_time_s,
             prefill_time_s=self._pace.prefill_time_s,
         )
+
+    def watched_by(self, *, on_step: OnStep, on_error: Callable[[SwarmError], None]) -> None:
+        """`on_step` hears of every step that is computed from now on, `on_error` of every one that is not."""
+        self._on_step, self._on_error = on_step, on_error
 
     def start(self) -> None:
         self._worker.start()
@@ -173,6 +180,7 @@ class SpanService:
             worker=self._worker,
             broken=self._drop,
             computed=self._pace_of,
+            failed=lambda error: self._on_error(error),
             clock=self._clock,
         )
         self._lanes[session.name] = lane
@@ -210,6 +218,7 @@ class SpanService:
         try:
             session = self._table.accept(connection, forward)
         except SwarmError as error:
+            self._on_error(error)
             connection.send(error_to_failure(error, session=forward.session, epoch=forward.epoch, step=forward.step))
             return
         lane = self._lanes.get(forward.session)
@@ -303,6 +312,7 @@ class SpanService:
 
     def _pace_of(self, session: Session, step: Step, outcome: StepOutcome) -> None:
         self._pace.note(layers=len(session.span), tokens=len(step.tokens), seconds=outcome.compute_s)
+        self._on_step(step, outcome)
 
     def _suspect(self, error: SwarmError) -> None:
         """Steps failed several times in a row. A step of our own tells whether it is the device, or the steps."""

@@ -41,12 +41,13 @@ _CALL, _END = object(), object()  # in the queue of steps: look at the calls; th
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
     """What a step gave: `hidden` [n, hidden_size] float32, or (from the span with the head) one choice
-    for each row. Seconds it waited for the device, and kept it."""
+    for each row. Seconds it waited for the device, and kept it; `batch` steps ran in the same call."""
 
     hidden: NDArray[np.float32] | None
     choices: tuple[Choice, ...]
     queue_s: float
     compute_s: float
+    batch: int = 1
 
 
 class _Job:
@@ -262,7 +263,7 @@ class Worker:
             return
         took = self._clock() - started
         finished: list[_Result] = [
-            (job, result if isinstance(result, SwarmError) else _outcome(result, started - job.put_at, took))
+            (job, result if isinstance(result, SwarmError) else _outcome(result, started - job.put_at, took, len(live)))
             for job, result in zip(live, results, strict=True)
         ]
         broken = next((result for result in results if isinstance(result, PeerFailed)), None)
@@ -295,10 +296,10 @@ def _chosen(job: _StepJob, answer: StepResult) -> _Output | SwarmError:
         return error
 
 
-def _outcome(output: _Output, queue_s: float, compute_s: float) -> StepOutcome:
+def _outcome(output: _Output, queue_s: float, compute_s: float, batch: int) -> StepOutcome:
     if isinstance(output, tuple):
-        return StepOutcome(hidden=None, choices=output, queue_s=queue_s, compute_s=compute_s)
-    return StepOutcome(hidden=output, choices=(), queue_s=queue_s, compute_s=compute_s)
+        return StepOutcome(hidden=None, choices=output, queue_s=queue_s, compute_s=compute_s, batch=batch)
+    return StepOutcome(hidden=output, choices=(), queue_s=queue_s, compute_s=compute_s, batch=batch)
 
 
 def _outcome_of(function: Callable[[], object]) -> object:

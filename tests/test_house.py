@@ -111,7 +111,17 @@ def loaded_by(statement: str, *suspects: str) -> set[str]:
 
 
 def test_importing_the_client_is_light() -> None:
-    suspects = ("openvino", "openvino_genai", "hivemind", "torch", "transformers", "rich", "typer", "starlette", "uvicorn")
+    suspects = (
+        "openvino",
+        "openvino_genai",
+        "hivemind",
+        "torch",
+        "transformers",
+        "rich",
+        "typer",
+        "starlette",
+        "uvicorn",
+    )
     assert loaded_by("import client", *suspects) == set()
 
 

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -57,11 +58,17 @@ class Answering:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.admission = Admission(limit=config.max_concurrent, waiting=config.max_waiting)
+        self.running: set[asyncio.Task[Any]] = set()
         self.fleet = fleet
         self.config = config
         self.gauges = gauges
         self.clock = clock
         self._wall = wall
+
+    def cut_off(self) -> None:
+        """End what is being answered; its callers are told."""
+        for task in list(self.running):
+            task.cancel()
 
     async def job(self, asked: Asked) -> Job:
         """Raises RequestError (404, 400 with the numbers), ConfigError, ContextExceeded."""
@@ -126,7 +133,8 @@ class Job:
         answering = self._answering
         stream = EventStream(send, write_s=answering.config.write_s)
         try:
-            await unless_vanished(receive, self._stream(stream) if self._asked.stream else self._whole(send))
+            work = self._stream(stream) if self._asked.stream else self._whole(send)
+            await unless_vanished(receive, work, among=answering.running)
         except Exception as raised:
             error = first_error(raised) if isinstance(raised, ExceptionGroup) else raised
             if isinstance(error, Vanished):

@@ -6,6 +6,8 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -35,11 +37,11 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Gateway:
-    """What the endpoints share. `ending` is set when the gateway begins to end: streams without an end of their own
-    stop then."""
+    """What the endpoints share; a context. `ending` is set when the gateway begins to end: streams without an end of
+    their own stop then, and what still runs after `grace_s` is cut off."""
 
-    def __init__(self, fleet: Fleet, config: GatewayConfig) -> None:
-        self.ending = asyncio.Event()
+    def __init__(self, fleet: Fleet, config: GatewayConfig, *, ending: asyncio.Event) -> None:
+        self._ending = ending
         self._fleet = fleet
         self._config = config
         self._gauges = gauges = Gauges()
@@ -48,6 +50,7 @@ class Gateway:
         admission = self._answering.admission
         gauges.follow(lambda: state_of(fleet, lambda: admission.running, lambda: admission.waiting))
         self._paths: frozenset[str] = frozenset()
+        self._ender: asyncio.Task[None] | None = None
 
     def app(self) -> ASGIApp:
         config = self._config
@@ -80,8 +83,22 @@ class Gateway:
             exception_handlers={HTTPException: _http_error, SwarmError: _swarm_error, Exception: _bug},  # type: ignore[dict-item]
         )
 
-    async def close(self) -> None:
+    async def __aenter__(self) -> Self:
+        self._ender = asyncio.create_task(self._cut_off_late(), name="cut off late")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._ender is not None:
+            self._ender.cancel()
+            await asyncio.wait([self._ender])
         await self._watch.close()
+
+    async def _cut_off_late(self) -> None:
+        await self._ending.wait()
+        await asyncio.sleep(self._config.grace_s)
+        self._answering.cut_off()
 
     # -- OpenAI's
 
@@ -110,16 +127,16 @@ class Gateway:
     async def _send_swarm(self, scope: Scope, receive: Receive, send: Send) -> None:
         stream = EventStream(send, write_s=self._config.write_s)
         try:
-            await unless_vanished(receive, self._write_swarm(stream))
+            await unless_vanished(receive, self._write_swarm(stream), among=self._answering.running)
         except Vanished:
             await hang_up(scope)
 
     async def _write_swarm(self, stream: EventStream) -> None:
-        while not self.ending.is_set():
+        while not self._ending.is_set():
             await stream.write(b"data: " + json.dumps(await self._watch.current()).encode() + b"\n\n")
             try:
                 async with asyncio.timeout(self._config.look_every_s):
-                    await self.ending.wait()
+                    await self._ending.wait()
             except TimeoutError:
                 continue
         await stream.end()
@@ -136,7 +153,7 @@ class Gateway:
             }
             for served in self._fleet.served
         }
-        ready = any(model["ready"] for model in models.values()) and not self.ending.is_set()
+        ready = any(model["ready"] for model in models.values()) and not self._ending.is_set()
         return JSONResponse({"live": True, "ready": ready, "models": models}, status_code=200 if ready else 503)
 
     async def live(self, request: Request) -> Response:

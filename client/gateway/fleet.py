@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
 from typing import Self
 
 from client.client import SwarmClient
 from client.config import ClientConfig, GenerationConfig
 from client.generate import Piece
 from swarm.address import Address
-from swarm.directory import MODELS_TOPIC
+from swarm.directory import MODELS_TOPIC, Directory
 from swarm.errors import RequestError, SwarmError
 from swarm.greeting import client_hello
 from swarm.peers import MIN_DIGEST_PREFIX, PeerDirectory, served_models
@@ -65,28 +66,25 @@ class Served:
         return self.client.generate([1], GenerationConfig(max_new_tokens=1))
 
 
+Connect = Callable[[str], Awaitable[SwarmClient]]
+
+
 class Fleet:
-    """Made by `open`; a context that closes what it opened."""
+    """A context that closes what it was offered and what it connected to. `connect` makes the client of a model."""
 
     def __init__(
-        self,
-        initial_peers: Sequence[Address],
-        *,
-        directory: PeerDirectory,
-        client_config: ClientConfig,
-        probe_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, directory: Directory, connect: Connect, *, probe_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.directory = directory
-        self._initial = list(initial_peers)
-        self._client_config = client_config
+        self._connect = connect
         self._probe_s = probe_s
         self._clock = clock
         self._served: dict[str, Served] = {}
         self._background: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def open(
+    @contextlib.asynccontextmanager
+    async def of(
         cls,
         models: Sequence[str],
         initial_peers: Sequence[Address],
@@ -94,24 +92,23 @@ class Fleet:
         client_config: ClientConfig,
         probe_s: float,
         follow: bool = False,
-    ) -> Self:
-        """Connect to each of `models`; with `follow` to all that the swarm serves, now and later.
+    ) -> AsyncIterator[Self]:
+        """Clients of each of `models`; with `follow` of all that the swarm serves, now and later.
 
         Raises what `SwarmClient.connect` raises.
         """
+
+        async def connect(model: str) -> SwarmClient:
+            return await SwarmClient.connect(model, initial_peers=initial_peers, config=client_config)
+
         directory = PeerDirectory(initial_peers, hello=client_hello())
-        fleet = cls(initial_peers, directory=directory, client_config=client_config, probe_s=probe_s)
-        try:
+        async with _closed(directory), cls(directory, connect, probe_s=probe_s) as fleet:
             for model in models:
                 await fleet.add(model)
             if follow:
                 await fleet.add_new()
-                fleet._background.append(asyncio.create_task(fleet._follow(), name="follow the swarm"))
-        except BaseException:
-            await fleet.close()
-            raise
-        fleet._background.append(asyncio.create_task(fleet._probe_quiet(), name="probe"))
-        return fleet
+            fleet.begin(follow=follow)
+            yield fleet
 
     @property
     def served(self) -> list[Served]:
@@ -137,12 +134,22 @@ class Fleet:
         age = served.token_age_s
         return age is not None and age <= _STALE * self._probe_s
 
+    def begin(self, *, follow: bool = False) -> None:
+        """See to it that tokens come through; with `follow` look for new models too."""
+        self._background.append(asyncio.create_task(self._probe_quiet(), name="probe"))
+        if follow:
+            self._background.append(asyncio.create_task(self._follow(), name="follow the swarm"))
+
     async def add(self, model: str) -> None:
         """Raises what `SwarmClient.connect` raises."""
-        client = await SwarmClient.connect(model, initial_peers=self._initial, config=self._client_config)
+        client = await self._connect(model)
         if any(served.digest == client.manifest.digest for served in self.served):
             await client.close()
-            return
+        else:
+            self.offer(client)
+
+    def offer(self, client: SwarmClient) -> None:
+        """From now on it belongs to the fleet."""
         name = client.manifest.name
         if name in self._served:  # another model of the same name
             name = f"{name}@{client.manifest.digest[:12]}"
@@ -158,12 +165,16 @@ class Fleet:
                 except SwarmError as error:
                     _log.warning("%s is left out for now: %s", model.name, error)
 
-    async def close(self) -> None:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await asyncio.gather(*(served.client.close() for served in self.served))
-        await self.directory.close()
 
     async def _follow(self) -> None:
         while True:
@@ -179,3 +190,11 @@ class Fleet:
             quiet = [s for s in self.served if s.token_age_s is None or s.token_age_s >= self._probe_s]
             await asyncio.gather(*(served.probe() for served in quiet))
             await asyncio.sleep(min(self._probe_s, 5.0))
+
+
+@contextlib.asynccontextmanager
+async def _closed(directory: PeerDirectory) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        await directory.close()

@@ -9,6 +9,7 @@ from client.config import ClientConfig
 from client.gateway.app import Gateway
 from client.gateway.config import GatewayConfig
 from client.gateway.fleet import Fleet
+from client.gateway.server import Ending
 from client.gateway.server import run as run_server
 from swarm.address import Address
 
@@ -25,17 +26,17 @@ async def run(
     follow: bool,
     listening: Listening,
 ) -> None:
-    """Until SIGINT or SIGTERM. Raises what `Fleet.open` raises, and ConfigError where it cannot listen."""
+    """Until SIGINT or SIGTERM. Raises what `Fleet.of` raises, and ConfigError where it cannot listen."""
     async with contextlib.AsyncExitStack() as stack:
-        fleet = await Fleet.open(
-            models, initial_peers, client_config=client_config, probe_s=config.probe_s, follow=follow
+        fleet = await stack.enter_async_context(
+            Fleet.of(models, initial_peers, client_config=client_config, probe_s=config.probe_s, follow=follow)
         )
-        stack.push_async_callback(fleet.close)
-        gateway = Gateway(fleet, config)
-        stack.push_async_callback(gateway.close)
+        ending = Ending()
+        gateway = await stack.enter_async_context(Gateway(fleet, config, ending=ending.asked))
+        stack.enter_context(ending.on_signals())
         await run_server(
             gateway.app(),
             config,
-            ending=gateway.ending,
+            ending=ending,
             listening=lambda place: listening(place, [served.name for served in fleet.served]),
         )

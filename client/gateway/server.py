@@ -21,11 +21,14 @@ from swarm.address import Address
 from swarm.errors import ConfigError
 
 _BACKLOG = 512
+_UNREAD = 128 << 10  # bytes that the system keeps for a caller that does not read
+_AFTER_GRACE_S = 5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def protocol_within(config: GatewayConfig) -> type[asyncio.Protocol]:
-    """uvicorn's protocol for HTTP, with an end for connections whose headers do not come, or are too long."""
+    """uvicorn's protocol for HTTP, with an end for connections whose headers do not come, or are too long, and for
+    those that ask again before they were answered."""
 
     class Bounded(HttpToolsProtocol):
         _head = 0  # bytes of headers so far; -1 once they are complete
@@ -56,6 +59,10 @@ def protocol_within(config: GatewayConfig) -> type[asyncio.Protocol]:
 
         def on_headers_complete(self) -> None:
             self._head_is_here()
+            if self.cycle is not None and not self.cycle.response_complete:
+                # while a second request waits nothing is read, and a caller that goes away is not noticed
+                self.transport.abort()
+                return
             super().on_headers_complete()
 
         def _await_head(self) -> None:
@@ -79,10 +86,31 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def run(
-    app: ASGIApp, config: GatewayConfig, *, ending: asyncio.Event, listening: Callable[[Address], None]
-) -> None:
-    """Serve until SIGINT or SIGTERM; then take no more, and wait `grace_s` for what runs. A second signal ends at once.
+class Ending:
+    """`asked`: take no more requests, let running ones finish. `urgent`: end at once. Both may be set by hand."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.urgent = asyncio.Event()
+
+    @contextlib.contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """SIGINT or SIGTERM asks, a second one is urgent."""
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._signal)
+        try:
+            yield
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+    def _signal(self) -> None:
+        (self.urgent if self.asked.is_set() else self.asked).set()
+
+
+async def run(app: ASGIApp, config: GatewayConfig, *, ending: Ending, listening: Callable[[Address], None]) -> None:
+    """Serve until the end is asked for; what runs then has `grace_s` to finish.
 
     `listening` is told where. Raises ConfigError where that cannot be.
     """
@@ -96,26 +124,24 @@ async def run(
         "access_log": False,
         "server_header": False,
         "timeout_keep_alive": int(config.keep_alive_s),
-        "timeout_graceful_shutdown": int(config.grace_s) or 1,
+        "timeout_graceful_shutdown": int(config.grace_s) + _AFTER_GRACE_S,  # `Gateway` ends what runs before that
         "backlog": _BACKLOG,
     }
     server = _Server(uvicorn.Config(app, **settings))
 
-    def end() -> None:
-        server.force_exit = server.should_exit
+    async def end() -> None:
+        await ending.asked.wait()
         server.should_exit = True
-        ending.set()
+        await ending.urgent.wait()
+        server.force_exit = True
 
-    loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, end)
+    ender = asyncio.create_task(end())
     try:
         listening(Address(config.listen.host, place.getsockname()[1]))
         await server.serve(sockets=[place])
     finally:
+        ender.cancel()
         place.close()
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
 
 
 def _bind(listen: Address) -> socket.socket:
@@ -123,7 +149,9 @@ def _bind(listen: Address) -> socket.socket:
     place = socket.socket(family, socket.SOCK_STREAM)
     try:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD)  # each connection inherits it
         place.bind((listen.host, listen.port))
+        place.listen(_BACKLOG)  # who comes from now on waits a moment
     except OSError as error:
         place.close()
         hint = "; choose another with --listen HOST:PORT" if error.errno == errno.EADDRINUSE else ""

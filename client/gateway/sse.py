@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive, Send
 
+from swarm.errors import RequestError
+
 T = TypeVar("T")
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -71,16 +73,23 @@ class EventStream:
                 await self.write(_COMMENT)
 
 
-async def unless_vanished(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the caller closes its connection. Raises Vanished then."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_gone(receive))
+async def unless_vanished(receive: Receive, work: Coroutine[Any, Any, T], *, among: set[asyncio.Task[Any]]) -> T:
+    """The result of `work`, which is cancelled when the caller closes its connection. Raises Vanished then.
+
+    Meanwhile its task is `among` those that the gateway may cancel at its end. Raises RequestError (503) then.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_gone(receive))
+    among.add(working)
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise Vanished
+        if working.cancelled():
+            raise RequestError("the gateway is ending; ask again a little later", status=503, reason="ending")
         return working.result()
     finally:
+        among.discard(working)
         for task in (working, leaving):
             task.cancel()
         # its sessions are given back before this returns
