@@ -67,7 +67,8 @@ class Admission:
             if place.done() and not place.cancelled():
                 self._leave(count)  # it was called up at the very moment it gave up
             else:
-                self._queue.remove(entry)
+                with contextlib.suppress(ValueError):
+                    self._queue.remove(entry)
                 self._call_up()  # whoever is behind may need less
             raise
 
@@ -76,10 +77,14 @@ class Admission:
         self._call_up()
 
     def _call_up(self) -> None:
-        while self._queue and self._taken + self._queue[0][0] <= self._limit:
-            count, place = self._queue.popleft()
-            self._taken += count
-            place.set_result(None)
+        while self._queue:
+            count, place = self._queue[0]
+            if not place.cancelled():
+                if self._taken + count > self._limit:
+                    return
+                self._taken += count
+                place.set_result(None)
+            self._queue.popleft()
 
     def _retry_after(self) -> float:
         ahead = self.waiting / self._limit
