@@ -80,7 +80,7 @@ class Gateway:
         return Starlette(
             routes=[*routes, Mount("/", StaticFiles(directory=PAGE, html=True))],
             middleware=middleware,
-            exception_handlers={HTTPException: _http_error, SwarmError: _swarm_error, Exception: _bug},  # type: ignore[dict-item]
+            exception_handlers={HTTPException: _http_error, SwarmError: self._refuse, Exception: _bug},  # type: ignore[dict-item]
         )
 
     async def __aenter__(self) -> Self:
@@ -165,6 +165,11 @@ class Gateway:
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(description(needs_key=self._config.keys is not None))
 
+    async def _refuse(self, request: Request, error: SwarmError) -> Response:
+        problem = problem_of(error)
+        self._gauges.failures.labels(problem.code).inc()
+        return _answer(problem)
+
     def _count(self, path: str, status: int) -> None:
         endpoint = path if path in self._paths else "page" if status < 400 else "other"
         self._gauges.requests.labels(endpoint, str(status)).inc()
@@ -197,10 +202,6 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     response = _answer(problem)
     response.headers.update(error.headers or {})
     return response
-
-
-async def _swarm_error(request: Request, error: SwarmError) -> Response:
-    return _answer(problem_of(error))
 
 
 async def _bug(request: Request, error: Exception) -> Response:
