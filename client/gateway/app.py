@@ -54,19 +54,24 @@ class Gateway:
 
     def app(self) -> ASGIApp:
         config = self._config
-        routes = [
-            Route("/v1/chat/completions", self._completion(parse_chat), methods=["POST"]),
-            Route("/v1/completions", self._completion(parse_completion), methods=["POST"]),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{model:path}", self.model),
-            Route("/api/swarm", self.swarm),
-            Route("/api/swarm/events", self.swarm_events),
+        v1 = [
+            Route("/chat/completions", self._completion(parse_chat), methods=["POST"]),
+            Route("/completions", self._completion(parse_completion), methods=["POST"]),
+            Route("/models", self.models),
+            Route("/models/{model:path}", self.model),
+        ]
+        api = [Route("/swarm", self.swarm), Route("/swarm/events", self.swarm_events)]
+        own = [
             Route("/health", self.health),
             Route("/health/live", self.live),
             Route("/metrics", self.metrics),
             Route("/openapi.json", self.openapi),
         ]
-        self._paths = frozenset(route.path for route in routes)
+        # mounted, so that a wrong method there is told by them and does not end at the page
+        routes = [Mount("/v1", routes=v1), Mount("/api", routes=api), *own, Mount("/", _page())]
+        self._paths = frozenset(
+            [f"/v1{each.path}" for each in v1] + [f"/api{each.path}" for each in api] + [each.path for each in own]
+        )
         middleware = [Middleware(Guard, config=config, counted=self._count)]
         if config.allow_origins:
             # outside the guard: a browser's question before the request carries no key
@@ -78,7 +83,7 @@ class Gateway:
             )
             middleware.insert(0, cors)
         return Starlette(
-            routes=[*routes, Mount("/", StaticFiles(directory=PAGE, html=True))],
+            routes=routes,
             middleware=middleware,
             exception_handlers={HTTPException: _http_error, SwarmError: self._refuse, Exception: _bug},  # type: ignore[dict-item]
         )
@@ -173,6 +178,10 @@ class Gateway:
     def _count(self, path: str, status: int) -> None:
         endpoint = path if path in self._paths else "page" if status < 400 else "other"
         self._gauges.requests.labels(endpoint, str(status)).inc()
+
+
+def _page() -> StaticFiles:
+    return StaticFiles(directory=PAGE, html=True)
 
 
 def _model_to_plain(served: Served) -> dict[str, object]:

@@ -74,6 +74,7 @@ COMMON: dict[str, Any] = {
     },
     "logit_bias": {
         "type": ["object", "null"],
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         "maxProperties": MAX_LOGIT_BIAS,
         "description": "Token id to what is added to its score.",

@@ -6,6 +6,7 @@ The description that callers can read is what their requests are checked against
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,7 +60,10 @@ def check_object(value: Mapping[str, Any], schema: Schema, path: str) -> None:
             )
     if len(value) > schema.get("maxProperties", math.inf):
         raise _wrong(path, f"{len(value)} entries", f"it must have at most {schema['maxProperties']}")
+    names = re.compile(schema.get("propertyNames", {}).get("pattern", ""))
     for name, each in value.items():
+        if not names.search(name):
+            raise _wrong(path, name, f"its names must be like {names.pattern}")
         at = _join(path, name)
         if name in properties:
             if each is not None:

@@ -319,6 +319,28 @@ def _killing(peer: Any) -> Any:
     return kill
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status", "allowed"),
+    [
+        ("GET", "/v1/chat/completions", 405, "POST"),
+        ("OPTIONS", "/v1/completions", 405, "POST"),
+        ("POST", "/v1/models", 405, "GET, HEAD"),
+        ("GET", "/v1/embeddings", 404, None),
+        ("DELETE", "/", 405, "GET, HEAD"),
+        ("GET", "/nothing", 404, None),
+        ("GET", "/%2e%2e/app.py", 404, None),
+    ],
+)
+def test_what_is_not_there_is_said_in_openais_shape(
+    gateway: ToyGateway, method: str, path: str, status: int, allowed: str | None
+) -> None:
+    response = gateway.http.request(method, path)
+    assert response.status_code == status
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    if allowed is not None:
+        assert set(response.headers["allow"].split(", ")) == set(allowed.split(", "))
+
+
 def test_ids_that_a_model_does_not_have_are_refused(gateway: ToyGateway) -> None:
     response = post(gateway, "/v1/completions", {"model": "toy", "prompt": [1, VOCAB]})
     assert response.status_code == 400

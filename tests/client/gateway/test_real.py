@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import time
@@ -173,13 +174,20 @@ def _open_sessions(served: Served) -> int:
     return int(sum(float(line.split()[1]) for line in lines))
 
 
-def test_the_command_says_what_is_wrong_with_its_options() -> None:
-    for words, told in (
-        (["toy", "--initial-peer", "127.0.0.1:1", "--listen", "0.0.0.0:0"], "--api-key-file"),
-        (["--initial-peer", "127.0.0.1:1"], "--all"),
-        (["toy", "--demo"], "--demo"),
-        (["toy", "--initial-peer", "127.0.0.1:1", "--allow-origin", "site.example"], "site.example"),
-    ):
-        done = subprocess.run(swarm_command("serve", *words), cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2
-        assert told in done.stderr
+@pytest.mark.parametrize(
+    ("words", "variables", "told"),
+    [
+        ("toy --initial-peer 127.0.0.1:1 --listen 0.0.0.0:0", {}, "--api-key-file"),
+        ("--initial-peer 127.0.0.1:1", {}, "--all"),
+        ("toy --demo", {}, "--demo"),
+        ("toy --initial-peer 127.0.0.1:1 --allow-origin site.example", {}, "site.example"),
+        ("", {"MODELS": "toy", "INITIAL_PEER": "127.0.0.1:1 nowhere", "ALL": "1"}, "'nowhere'"),
+        ("", {"API_KEY_FILE": "/nowhere/keys", "DEMO": "1"}, "/nowhere/keys"),
+    ],
+)
+def test_the_command_says_what_is_wrong_with_its_options(words: str, variables: dict[str, str], told: str) -> None:
+    environment = os.environ | {f"SWARM_SERVE_{name}": value for name, value in variables.items()}
+    command = swarm_command("serve", *words.split())
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert told in done.stderr

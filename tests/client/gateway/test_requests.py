@@ -52,6 +52,9 @@ def _of_type(name: str, schema: dict[str, Any]) -> st.SearchStrategy[Any]:
         case "array":
             most = min(schema.get("maxItems", 3), 3)
             return st.lists(values_of(schema.get("items", {})), min_size=schema.get("minItems", 0), max_size=most)
+    if "propertyNames" in schema:
+        names = st.from_regex(schema["propertyNames"]["pattern"].replace("$", r"\Z"))
+        return st.dictionaries(names, values_of(schema["additionalProperties"]), max_size=3)
     properties = schema.get("properties", {})
     required = {each: values_of(properties[each]) for each in schema.get("required", ())}
     optional = {each: values_of(found) for each, found in properties.items() if each not in required}
