@@ -123,6 +123,7 @@ async def run(app: ASGIApp, config: GatewayConfig, *, ending: Ending, listening:
         "log_level": "error",
         "access_log": False,
         "server_header": False,
+        "proxy_headers": False,
         "timeout_keep_alive": int(config.keep_alive_s),
         "timeout_graceful_shutdown": int(config.grace_s) + _AFTER_GRACE_S,  # `Gateway` ends what runs before that
         "backlog": _BACKLOG,
