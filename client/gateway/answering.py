@@ -12,7 +12,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from client.config import GenerationConfig
 from client.gateway.admission import Admission
 from client.gateway.config import GatewayConfig
 from client.gateway.fleet import Fleet, Served
-from client.gateway.http import hang_up, respond
+from client.gateway.http import respond
 from client.gateway.metrics import Gauges
 from client.gateway.problems import BUG, Problem, problem_of
 from client.gateway.requests import Asked
@@ -38,9 +38,10 @@ _LONG_TEXT = 16 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One answer to be made."""
+    """One answer to be made, to the request's prompt number `prompt`."""
 
     index: int
+    prompt: int
     ids: Sequence[int]
     config: GenerationConfig
 
@@ -80,6 +81,7 @@ class Answering:
         choices = [
             Choice(
                 index=place * asked.choices + each,
+                prompt=place,
                 ids=ids,
                 config=asked.config_of(each, self._limit(served, len(ids), asked)),
             )
@@ -93,7 +95,7 @@ class Answering:
             decode=served.client.tokenizer.decode,
             include_usage=asked.include_usage,
         )
-        return Job(self, served, asked, choices, shape, Usage(prompt=sum(map(len, prompts))))
+        return Job(self, served, asked, choices, shape, Usage([len(ids) for ids in prompts]))
 
     async def _encode(self, served: Served, prompt: Prompt, chat: bool) -> Sequence[int]:
         client = served.client
@@ -111,7 +113,7 @@ class Answering:
                 f"the context of {served.name} is {context} tokens; the prompt has {prompt}{wanted}: "
                 f"{prompt + (limit or 1)} in all. Shorten the prompt, or ask for less",
                 reason="context_length_exceeded",
-                param="messages" if prompt >= context and asked.chat else "max_tokens",
+                param="max_tokens" if prompt < context else "messages" if asked.chat else "prompt",
             )
         return min(self.config.default_tokens, context - prompt) if limit is None else limit
 
@@ -131,7 +133,7 @@ class Job:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answering = self._answering
-        stream = EventStream(send, write_s=answering.config.write_s)
+        stream = EventStream(send)
         try:
             work = self._stream(stream) if self._asked.stream else self._whole(send)
             await unless_vanished(receive, work, among=answering.running)
@@ -139,7 +141,6 @@ class Job:
             error = first_error(raised) if isinstance(raised, ExceptionGroup) else raised
             if isinstance(error, Vanished):
                 answering.gauges.vanished.labels(self._served.name).inc()
-                await hang_up(scope)
             elif isinstance(error, SwarmError):
                 await self._tell(problem_of(error), stream, send)
             else:
@@ -149,9 +150,8 @@ class Job:
     async def _tell(self, problem: Problem, stream: EventStream, send: Send) -> None:
         self._answering.gauges.failures.labels(problem.code).inc()
         if stream.started:
-            with contextlib.suppress(Vanished):
-                await stream.write(b"data: " + json.dumps(problem.to_plain()).encode() + b"\n\n")
-                await stream.end()
+            await stream.write(b"data: " + json.dumps(problem.to_plain()).encode() + b"\n\n")
+            await stream.end()
         else:
             await respond(send, problem.to_plain(), status=problem.status, headers=problem.headers)
 
@@ -185,16 +185,17 @@ class Job:
 
     async def _write_events(self, choice: Choice, stream: EventStream) -> None:
         shape, begun = self._shape, False
-        async for piece in self._pieces(choice):
-            event = shape.piece(choice.index, piece)
-            if piece.metrics is not None and self._asked.swarm_metrics:
-                event = shape.with_metrics(event, piece.metrics)
-            if not begun:
-                event, begun = shape.first(choice.index) + event, True
-            if event:
-                await stream.write(event)
+        async with contextlib.aclosing(self._pieces(choice)) as pieces:
+            async for piece in pieces:
+                event = shape.piece(choice.index, piece)
+                if piece.metrics is not None and self._asked.swarm_metrics:
+                    event = shape.with_metrics(event, piece.metrics)
+                if not begun:
+                    event, begun = shape.first(choice.index) + event, True
+                if event:
+                    await stream.write(event)
 
-    async def _pieces(self, choice: Choice) -> AsyncIterator[Piece]:
+    async def _pieces(self, choice: Choice) -> AsyncGenerator[Piece, None]:
         """The pieces of one answer, counted on their way."""
         served, gauges = self._served, self._answering.gauges
         watch = gauges.watch(served.name)
@@ -203,7 +204,7 @@ class Job:
                 served.heard()
                 watch.piece(len(piece.token_ids))
                 if piece.metrics is not None:
-                    self._usage.add(piece.metrics)
+                    self._usage.add(choice.prompt, piece.metrics)
                     watch.finished(piece.metrics)
                 yield piece
 

@@ -23,14 +23,14 @@ from client.gateway.answering import Answering
 from client.gateway.config import GatewayConfig
 from client.gateway.fleet import Fleet, Served
 from client.gateway.guard import Guard
-from client.gateway.http import hang_up, read_body
+from client.gateway.http import read_body
 from client.gateway.metrics import Gauges, state_of
 from client.gateway.openapi import description
 from client.gateway.problems import BUG, Problem, problem_of
 from client.gateway.requests import Asked, parse_chat, parse_completion, parse_json
 from client.gateway.sse import EventStream, Vanished, unless_vanished
 from client.gateway.watch import SwarmWatch
-from swarm.errors import SwarmError
+from swarm.errors import RequestError, SwarmError
 
 PAGE = Path(__file__).parent / "page"
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -130,11 +130,14 @@ class Gateway:
         return self._send_swarm
 
     async def _send_swarm(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = EventStream(send, write_s=self._config.write_s)
+        stream = EventStream(send)
         try:
             await unless_vanished(receive, self._write_swarm(stream), among=self._answering.running)
         except Vanished:
-            await hang_up(scope)
+            pass
+        except RequestError:
+            if not stream.started:
+                raise
 
     async def _write_swarm(self, stream: EventStream) -> None:
         while not self._ending.is_set():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from client.gateway.config import GatewayConfig, is_loopback
-from client.gateway.http import respond
+from client.gateway.http import hang_up, respond
 from client.gateway.problems import problem_of
 from swarm.errors import RequestError
 
@@ -42,7 +43,11 @@ class Guard:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), *_HEADERS]
                 self._counted(scope["path"], message["status"])
-            await send(message)
+            try:
+                async with asyncio.timeout(self._config.write_s):
+                    await send(message)
+            except TimeoutError:
+                await hang_up(scope)  # it takes nothing: whoever answers it learns that it is gone
 
         try:
             self._check(scope)

@@ -63,7 +63,7 @@ def problem_of(error: SwarmError) -> Problem:
                 retry_after_s=error.retry_after,
             )
         case ContextExceeded():
-            return Problem(status=400, message=text, code="context_length_exceeded", param="messages")
+            return Problem(status=400, message=text, code="context_length_exceeded")
         case ConfigError():
             return Problem(status=400, message=text, code="invalid_value")
         case UnknownModel() | MixedModels():

@@ -23,24 +23,26 @@ def finish_reason(reason: FinishReason) -> str:
     return "stop" if reason in (FinishReason.STOP, FinishReason.STOP_STRING) else "length"
 
 
-@dataclass(kw_only=True)
 class Usage:
-    """Tokens of one request: each prompt counts once, whatever is made of it."""
+    """Tokens of one request: each of its prompts counts once, whatever is made of it."""
 
-    prompt: int
-    cached: int = 0
-    completion: int = 0
+    def __init__(self, prompts: Sequence[int]) -> None:
+        """`prompts` are their lengths."""
+        self._prompt = sum(prompts)
+        self._cached = [0] * len(prompts)
+        self._completion = 0
 
-    def add(self, metrics: Metrics) -> None:
-        self.cached = max(self.cached, metrics.reused_tokens)
-        self.completion += metrics.new_tokens
+    def add(self, prompt: int, metrics: Metrics) -> None:
+        """An answer to prompt number `prompt`."""
+        self._cached[prompt] = max(self._cached[prompt], metrics.reused_tokens)
+        self._completion += metrics.new_tokens
 
     def to_plain(self) -> dict[str, Any]:
         return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "prompt_tokens": self._prompt,
+            "completion_tokens": self._completion,
+            "total_tokens": self._prompt + self._completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
         }
 
 

@@ -97,7 +97,7 @@ def test_a_caller_that_reads_nothing_is_given_up() -> None:
     """Its answer waits in the system's buffers; when these are full, it has `write_s`."""
     with toy_gateway(write_s=0.5) as gateway, raw(gateway) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
-        connection.sendall(request_bytes({**LONG, "stream": True, "n": 16, "logprobs": 0}))
+        connection.sendall(request_bytes({**LONG, "stream": True, "n": 8, "logprobs": 0}))
         until(lambda: "swarm_gateway_vanished_total{" in gateway.http.get("/metrics").text, "it is given up")
         until(lambda: gateway.sessions == 0, "no session")
 

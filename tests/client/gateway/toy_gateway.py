@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import httpx
@@ -24,6 +24,16 @@ from tests.client.world import QUICK, World
 
 T = TypeVar("T")
 PATIENCE_S = 30.0
+# Callers, gateway and peers are one process here: a busy machine is no peer's fault.
+PATIENT = replace(
+    QUICK,
+    connect_timeout_s=PATIENCE_S,
+    measure_timeout_s=PATIENCE_S,
+    open_timeout_s=PATIENCE_S,
+    ping_timeout_s=PATIENCE_S,
+    step_floor_s=PATIENCE_S,
+    stall_s=PATIENCE_S,
+)
 ANYWHERE = Address("127.0.0.1", 0)
 
 
@@ -67,7 +77,7 @@ class ToyGateway:
 
 @contextlib.contextmanager
 def toy_gateway(
-    *, eos: tuple[int, ...] = (), probing: bool = False, client: ClientConfig = QUICK, **options: Any
+    *, eos: tuple[int, ...] = (), probing: bool = False, client: ClientConfig = PATIENT, **options: Any
 ) -> Iterator[ToyGateway]:
     """`options` are GatewayConfig's. Without `probing` no token comes through but those that are asked for."""
     config = GatewayConfig(**{"listen": ANYWHERE, "grace_s": 5.0, "temperature": 0.0, **options})
