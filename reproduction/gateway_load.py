@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 from collections.abc import Sequence
 
@@ -17,6 +16,7 @@ from reproduction.local import even
 from reproduction.machine import machine
 from reproduction.models import smollm2
 from reproduction.peers import pinned_swarm
+from swarm import loops
 
 STREAMS = (1, 2, 4, 8, 16, 32, 64)
 TOKENS = 24
@@ -28,7 +28,7 @@ def run(say: Say, *, streams: Sequence[int] = STREAMS) -> Report:
     speeds: dict[int, float] = {}
     texts: set[str] = set()
     with (
-        asyncio.Runner() as runner,
+        loops.runner() as runner,
         pinned_swarm(model, even(model, 2)) as swarm,
         gateway(swarm, model.manifest.digest) as url,
     ):

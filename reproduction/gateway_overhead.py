@@ -5,7 +5,6 @@ The gateway is a process of its own; it and the caller share two cores with the 
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 from collections.abc import Callable
 
@@ -18,6 +17,7 @@ from reproduction.local import even
 from reproduction.machine import machine
 from reproduction.models import smollm2
 from reproduction.peers import pinned_swarm
+from swarm import loops
 
 STREAMS = {1: 96, 16: 24}
 """How many at once, and the tokens of each."""
@@ -26,7 +26,7 @@ STREAMS = {1: 96, 16: 24}
 def run(say: Say, *, rounds: int = ROUNDS) -> Report:
     model = smollm2(say)
     with (
-        asyncio.Runner() as runner,
+        loops.runner() as runner,
         pinned_swarm(model, even(model, 2)) as swarm,
         gateway(swarm, model.manifest.digest) as url,
     ):
