@@ -44,13 +44,18 @@ def request_bytes(plain: dict[str, Any]) -> bytes:
     return head + f"content-length: {len(body)}\r\n\r\n".encode() + body
 
 
+def until_closed(connection: socket.socket) -> bytes:
+    """What the other side says until it ends the connection."""
+    said = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(65536):
+            said += part
+    return said
+
+
 def is_closed(connection: socket.socket) -> bool:
     """By the other side, whatever it said before."""
-    try:
-        while connection.recv(65536):
-            pass
-    except ConnectionResetError:
-        return True
+    until_closed(connection)
     return True
 
 
@@ -200,9 +205,7 @@ def test_an_end_lets_running_answers_finish_and_takes_no_more() -> None:
                 connection.sendall(request_bytes({**LONG, "stream": True, "max_tokens": 50}))
                 until(lambda: gateway.sessions == 3, "it runs")
                 gateway.ask_to_end()
-                answer = b""
-                while part := connection.recv(65536):
-                    answer += part
+                answer = until_closed(connection)
         assert b"data: [DONE]" in answer
         assert gateway.ended.wait(PATIENCE_S)
         with pytest.raises(httpx.ConnectError):
@@ -216,7 +219,7 @@ def test_an_end_does_not_wait_longer_than_its_grace() -> None:
             connection.sendall(request_bytes(LONG))
             until(lambda: gateway.sessions == 3, "it runs")
             gateway.ask_to_end()
-            assert b'"code":"ending"' in connection.recv(65536)
+            assert b'"code":"ending"' in until_closed(connection)
         assert gateway.ended.wait(PATIENCE_S)
         assert gateway.world.swarm.open_sessions == 0
 
