@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -45,7 +46,7 @@ Ask = Callable[[int], Awaitable[Stream]]
 def gateway(swarm: LocalSwarm, model: str) -> Iterator[str]:
     """`swarm serve` in a process of its own; gives its URL."""
     words = ["serve", model, "--initial-peer", swarm.addresses[0], "--listen", "127.0.0.1:0", "--json"]
-    command = [*module_command("swarm"), *words]
+    command = [*module_command("swarm.tether"), str(os.getpid()), *words]  # it ends with this process
     with subprocess.Popen(command, env=module_environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -18,6 +18,7 @@ import openai
 import psutil
 import pytest
 
+from swarm.child import module_command
 from swarm.localswarm import LocalSwarm, Member
 from tests.conftest import ChatIds, GreedyReference
 from tests.harness import ROOT, local_swarm, swarm_command, wait_until
@@ -42,7 +43,8 @@ def served(tmp_path_factory: pytest.TempPathFactory, smollm2_package: Path) -> I
     folder = tmp_path_factory.mktemp("gateway")
     options = ("--kv-tokens", "16384", "--metrics", "127.0.0.1:0", "--grace", "1")
     with local_swarm(folder / "peers", smollm2_package, ["0:15", "15:30", "15:30"], *options) as swarm:
-        words = swarm_command("serve", "--all", "--initial-peer", swarm.addresses[0], "--listen", "127.0.0.1:0")
+        command = [*module_command("swarm.tether"), str(os.getpid()), "serve", "--all", "--listen", "127.0.0.1:0"]
+        words = [*command, "--initial-peer", swarm.addresses[0]]
         process = subprocess.Popen(
             [*words, "--json", "--temperature", "0"], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
