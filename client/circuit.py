@@ -4,7 +4,8 @@
 
     establish   OpenSession on all hops at once, then Link on all but the last at once
     send        a Forward to the first hop; where two hops cannot reach each other, their hidden states
-                come here as an Output and go on as a Forward
+                come here as an Output and go on as a Forward. It makes void what is under way from its
+                start on: the hops drop that where they learn of it, and its answers may never come
     answer      the last hop's Output for the oldest step
     diagnose    a step is overdue: Ping(session) to all hops at once
 
@@ -75,6 +76,7 @@ class _Flight:
     sent_at: float
     stage: int = 0
     abandoned: bool = False
+    void: bool = False
 
 
 class Circuit:
@@ -196,6 +198,9 @@ class Circuit:
         now = self._clock()
         if not self._flights:
             self._quiet_since = now
+        for flight in self._flights.values():
+            if flight.forward.start >= start:
+                flight.void = flight.abandoned = True
         self._flights[forward.step] = _Flight(forward=forward, sent_at=now)
         try:
             self.hops[0].send(forward)
@@ -263,7 +268,7 @@ class Circuit:
             if pong.received > pong.computed:
                 self._hop_fault(hop, PeerStalled(f"peer {hop.name} computes nothing any more", peer=hop.peer_id))
                 return
-            if place and not self._relayed[place] and pong.received < pongs[place - 1].computed:
+            if place and not self._relayed[place] and pong.received < pongs[place - 1].sent:
                 before = self.hops[place - 1]
                 text = f"what peer {before.name} sends does not reach peer {hop.name}"
                 apart = (before.peer_id, hop.peer_id)
@@ -279,6 +284,8 @@ class Circuit:
         flight = self._flights.get(output.step)
         if flight is None or self.faults:
             return  # it was answered already
+        if flight.void and hop is not self.hops[-1]:
+            return  # the hop after it hears of the step that made it void, and of nothing else
         place = self.hops.index(hop)
         try:
             if place != self._answering()[flight.stage]:
@@ -309,7 +316,8 @@ class Circuit:
             self._hop_fault(following, error)
 
     def _take(self, hop: Hop, flight: _Flight, output: Output) -> None:
-        if next(iter(self._flights)) != output.step:
+        earlier = list(itertools.takewhile(lambda step: step != output.step, self._flights))
+        if not all(self._flights[step].void for step in earlier):
             raise RemoteProtocolError(f"peer {hop.name} answered step {output.step} before an earlier one")
         if len(output.ids) != flight.forward.rows:
             raise RemoteProtocolError(f"peer {hop.name} sent {len(output.ids)} tokens, not {flight.forward.rows}")
@@ -317,7 +325,8 @@ class Circuit:
             raise RemoteProtocolError(f"peer {hop.name} sent a token outside the vocabulary of {self._vocab_size}")
         if len(output.ids) and (output.logprobs is None) != (flight.forward.sampling.logprobs is None):
             raise RemoteProtocolError(f"peer {hop.name} answered with other log-probabilities than asked for")
-        del self._flights[output.step]
+        for step in (*earlier, output.step):
+            del self._flights[step]
         now = self._clock()
         tokens = len(flight.forward.tokens)
         self._pace.observe(tokens, now - max(flight.sent_at, self._quiet_since))

@@ -69,8 +69,8 @@ class Desk:
         self._shelf = shelf
         self._by_hash = {entry.sha256: entry for entry in shelf.entries}
 
-    def ping(self, ask: Ping, *, received: int = 0, computed: int = 0) -> Pong:
-        return Pong(request=ask.request, time=self._wall_clock(), received=received, computed=computed)
+    def ping(self, ask: Ping, *, received: int = 0, computed: int = 0, sent: int = 0) -> Pong:
+        return Pong(request=ask.request, time=self._wall_clock(), received=received, computed=computed, sent=sent)
 
     def dht(self, ask: AskDht) -> DhtAddresses:
         return DhtAddresses(request=ask.request, addresses=tuple(self._dht_addresses())[:64])

@@ -168,7 +168,9 @@ class Lane:
             return
         finally:
             self._table.finish(self.session, length=length)
-        await self._deliver(arrival, outcome, waited)
+        if not self._table.is_void(self.session, forward):
+            self.session.sent += 1
+            await self._deliver(arrival, outcome, waited)
 
     async def _compute(self, forward: Forward, step: Step) -> StepOutcome:
         if not self._is_last:

@@ -221,10 +221,10 @@ class PeerServer:
         connection.send(failure)
 
     def _ping(self, connection: Connection, ask: Ping) -> Message:
-        received = computed = 0
+        received = computed = sent = 0
         if ask.session and self._service is not None:
-            received, computed = self._service.progress(connection, ask.session)
-        return self._desk.ping(ask, received=received, computed=computed)
+            received, computed, sent = self._service.progress(connection, ask.session)
+        return self._desk.ping(ask, received=received, computed=computed, sent=sent)
 
     async def _sweep(self, service: SpanService) -> None:
         while True:

@@ -231,13 +231,13 @@ class SpanService:
             self._ended(session, "closed")
         return SessionClosed(request=ask.request)
 
-    def progress(self, connection: Connection, name: str) -> tuple[int, int]:
-        """Steps received and computed in the session's epoch, for who opened it; (0, 0) for others."""
+    def progress(self, connection: Connection, name: str) -> tuple[int, int, int]:
+        """Steps received, computed and sent in the session's epoch, for who opened it; zeros for others."""
         try:
             session = self._table.find(name, opener=connection)
         except UnknownSession:
-            return 0, 0
-        return session.received, session.computed
+            return 0, 0, 0
+        return session.received, session.computed, session.sent
 
     # -- ends
 

@@ -9,10 +9,15 @@
                                                         reservation kept or changed, nobody attached
     admit, by anybody else      open          open      PeerBusy
     attach with the secret      open          open      that connection too may bring steps
-    accept a step               open          open      queued; an earlier epoch's is dropped
+    accept a step               open          open      queued; an earlier epoch's is dropped, and so are
+                                                        the steps that wait and that it makes void
     close by its opener, expiry,
     loss of the opener          open          —         everything given back, exactly once
     loss of who is attached     open          open      nobody attached
+
+A step is *void* once a later one of its session starts where it starts, or before: whatever it would cache is
+forgotten by that one, and by sending it the client has said that it wants the answer no more. Chunks of a prompt and
+windows of drafts follow each other, so none of them is void until a draft was wrong.
 
 No I/O and no clock of its own. A *connection* is any hashable that stands for one.
 """
@@ -54,8 +59,8 @@ class Arrival:
 class Session:
     """One client's KV cache over `span` on this peer.
 
-    `history` [max_tokens] int32 holds the ids of the `length` positions that are cached. `received` and
-    `computed` count the steps of this epoch; a step that failed counts as computed.
+    `history` [max_tokens] int32 holds the ids of the `length` positions that are cached. `received`, `computed` and
+    `sent` (onward, or as an answer) count the steps of this epoch; one that failed or was void counts as computed.
     """
 
     name: str
@@ -72,6 +77,7 @@ class Session:
     length: int = 0
     received: int = 0
     computed: int = 0
+    sent: int = 0
     waiting: deque[Arrival] = field(default_factory=deque)
     waiting_bytes: int = 0
     running: bool = False
@@ -224,6 +230,10 @@ class SessionTable:
         self.find(forward.session, epoch=forward.epoch)
         arrival = Arrival(forward=forward, at=self._clock())
         limits = self._limits
+        while session.waiting and session.waiting[-1].forward.start >= forward.start:
+            # what is left waits in the order of its positions: where the last is not void, nothing is
+            self._unqueue(session, session.waiting.pop())
+            session.computed += 1
         if session.waiting and (
             len(session.waiting) >= limits.queue_steps or session.waiting_bytes + arrival.nbytes > limits.queue_bytes
         ):
@@ -245,10 +255,13 @@ class SessionTable:
         if session not in self or not session.waiting:
             return None
         arrival = session.waiting.popleft()
-        session.waiting_bytes -= arrival.nbytes
-        self._queued_bytes -= arrival.nbytes
+        self._unqueue(session, arrival)
         session.running = True
         return arrival
+
+    def is_void(self, session: Session, forward: Forward) -> bool:
+        """Whether a step that waits makes void what `forward`, the one before it, has just computed."""
+        return bool(session.waiting) and session.waiting[0].forward.start <= forward.start
 
     def finish(self, session: Session, *, length: int | None) -> None:
         """The step that ran is over; `length` positions are cached now, None if it failed."""
@@ -319,6 +332,10 @@ class SessionTable:
         self._per_connection[connection] += 1
         self._reserved += session.max_tokens
         return session
+
+    def _unqueue(self, session: Session, arrival: Arrival) -> None:
+        session.waiting_bytes -= arrival.nbytes
+        self._queued_bytes -= arrival.nbytes
 
     def _remove(self, session: Session) -> None:
         del self._sessions[session.name]

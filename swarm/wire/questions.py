@@ -35,16 +35,18 @@ class Ping(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Pong(Message):
-    """`time` is Unix time in seconds; `received` and `computed` count the steps of the session asked for."""
+    """`time` is Unix time in seconds. Of the session asked for: how many steps it `received`, how many are done with
+    (`computed`, failed or void), and how many were `sent` onward, or as an answer."""
 
     kind: ClassVar[str] = "pong"
     request: int
     time: float
     received: int = 0
     computed: int = 0
+    sent: int = 0
 
     def __post_init__(self) -> None:
-        self._naturals("request", "received", "computed")
+        self._naturals("request", "received", "computed", "sent")
         self._numbers("time")
 
 

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -126,7 +127,9 @@ class _Session:
     next_peer: str = ""
     received: int = 0
     computed: int = 0
-    queue: asyncio.Queue[Forward] = field(default_factory=asyncio.Queue)
+    sent: int = 0
+    waiting: deque[Forward] = field(default_factory=deque)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
     lane: asyncio.Task[None] | None = None
 
 
@@ -155,6 +158,7 @@ class ScriptedPeer:
         self.steps: list[Forward] = []
         self.opened = 0
         self.relayed = 0
+        self.voided = 0
         self.kv_free = 10_000
         self.state = SERVING
         self.layer_time_s = 1e-6
@@ -270,8 +274,11 @@ class ScriptedPeer:
         match message:
             case Ping():
                 session = self.sessions.get(message.session)
-                received, computed = (session.received, session.computed) if session else (0, 0)
-                stream.send(Pong(request=message.request, time=time.time(), received=received, computed=computed))
+                counts = (session.received, session.computed, session.sent) if session else (0, 0, 0)
+                received, computed, sent = counts
+                stream.send(
+                    Pong(request=message.request, time=time.time(), received=received, computed=computed, sent=sent)
+                )
             case AskTopic() if self.directory is not None:
                 notices = await self.directory.collect(message.topic)
                 stream.send(Topic(request=message.request, notices=tuple(notice.sealed for notice in notices)))
@@ -360,11 +367,19 @@ class ScriptedPeer:
             stream.send(failure)
         elif forward.epoch == session.ask.epoch:
             session.received += 1
-            session.queue.put_nowait(forward)
+            while session.waiting and session.waiting[-1].start >= forward.start:
+                session.waiting.pop()
+                session.computed += 1
+                self.voided += 1
+            session.waiting.append(forward)
+            session.arrived.set()
 
     async def _run(self, session: _Session) -> None:
         while True:
-            forward = await session.queue.get()
+            while not session.waiting:
+                session.arrived.clear()
+                await session.arrived.wait()
+            forward = session.waiting.popleft()
             await self._thawed.wait()
             received_at = time.monotonic()
             try:
@@ -388,6 +403,7 @@ class ScriptedPeer:
                 received_at=received_at,
                 sent_at=time.monotonic(),
             )
+            session.sent += 1
             self._deliver(session, forward, values, (*forward.trace, trace))
 
     def _compute(self, session: _Session, forward: Forward) -> list[int]:
@@ -411,7 +427,8 @@ class ScriptedPeer:
         with contextlib.suppress(PeerError):
             if session.ask.last == len(self.manifest.layers):
                 end = forward.start + len(forward.tokens)
-                ids = [pick(values[-1], forward.sampling, end)] if forward.rows else []
+                first = len(values) - forward.rows
+                ids = [pick(values[i], forward.sampling, end - len(values) + i + 1) for i in range(first, len(values))]
                 wanted = forward.sampling.logprobs is not None
                 output = dataclasses.replace(
                     output,

@@ -161,14 +161,14 @@ def test_steps_of_an_earlier_epoch_are_dropped_and_of_a_later_one_refused() -> N
 def test_too_many_steps_ahead_are_refused_and_the_rest_goes_on() -> None:
     table = make_table(queue_steps=2)
     session = table.admit("a", ask())
-    table.accept("a", forward(step=0))
-    table.accept("a", forward(step=1))
+    table.accept("a", forward(step=0, start=0))
+    table.accept("a", forward(step=1, start=1))
     with pytest.raises(BadStep, match="2 steps of session session-1 wait already"):
-        table.accept("a", forward(step=2))
+        table.accept("a", forward(step=2, start=2))
     taken = table.take(session)
     assert taken is not None
     assert taken.forward.step == 0
-    table.accept("a", forward(step=2))
+    table.accept("a", forward(step=2, start=2))
 
 
 def test_waiting_bytes_are_bounded_for_each_session_and_for_all() -> None:
@@ -177,7 +177,7 @@ def test_waiting_bytes_are_bounded_for_each_session_and_for_all() -> None:
     table.admit("a", ask("session-2"))
     table.accept("a", forward(n=20))  # one step always fits
     with pytest.raises(BadStep):
-        table.accept("a", forward(n=1))
+        table.accept("a", forward(start=20, n=1))
     with pytest.raises(PeerBusy, match="too many steps wait"):
         table.accept("a", forward("session-2"))
 
@@ -186,7 +186,7 @@ def test_steps_come_in_order_and_are_counted() -> None:
     table = make_table()
     session = table.admit("a", ask())
     for step in range(3):
-        table.accept("a", forward(step=step))
+        table.accept("a", forward(step=step, start=step))
     assert (session.received, session.computed, table.waiting) == (3, 0, 3)
     for step in range(3):
         arrival = table.take(session)
@@ -195,6 +195,35 @@ def test_steps_come_in_order_and_are_counted() -> None:
         table.finish(session, length=step)
     assert table.take(session) is None
     assert (session.received, session.computed, table.waiting) == (3, 3, 0)
+
+
+def starts_that_wait(session: Session) -> list[int]:
+    return [arrival.forward.start for arrival in session.waiting]
+
+
+def test_a_step_makes_void_what_waits_from_its_start_on() -> None:
+    table = make_table()
+    session = table.admit("a", ask())
+    for step, start in enumerate((0, 2, 4, 6)):
+        table.accept("a", forward(step=step, start=start, n=2))
+    running = table.take(session)
+    assert running is not None
+    table.accept("a", forward(step=4, start=4))
+    assert starts_that_wait(session) == [2, 4]
+    assert (session.received, session.computed, table.waiting) == (5, 2, 3)
+    assert table.waiting_bytes == sum(arrival.nbytes for arrival in session.waiting)
+    assert not table.is_void(session, running.forward)
+    table.accept("a", forward(step=5, start=0))
+    assert starts_that_wait(session) == [0]
+    assert table.is_void(session, running.forward)  # nobody needs what it gave
+
+
+def test_the_steps_of_an_earlier_epoch_make_nothing_void() -> None:
+    table = make_table()
+    session = table.admit("a", ask(epoch=1))
+    table.accept("a", forward(epoch=1, start=0))
+    table.accept("a", forward(epoch=0, start=0))
+    assert starts_that_wait(session) == [0]
 
 
 def test_the_history_follows_a_rewind() -> None:
@@ -298,11 +327,12 @@ class TableMachine(RuleBasedStateMachine):
         connection=st.sampled_from(CONNECTIONS),
         name=st.sampled_from(NAMES),
         epoch=st.integers(0, 5),
+        start=st.integers(0, 30),
         n=st.integers(1, 20),
     )
-    def step(self, connection: str, name: str, epoch: int, n: int) -> None:
+    def step(self, connection: str, name: str, epoch: int, start: int, n: int) -> None:
         try:
-            session = self.table.accept(connection, forward(name, epoch=epoch, n=n))
+            session = self.table.accept(connection, forward(name, epoch=epoch, start=start, n=n))
         except (UnknownSession, BadStep, PeerBusy):
             return
         assert session is None or connection in (session.opener, session.attached)
@@ -333,6 +363,8 @@ class TableMachine(RuleBasedStateMachine):
         assert all(sum(s.opener == c for s in sessions) <= 2 for c in CONNECTIONS)
         assert self.table.waiting_bytes == sum(a.nbytes for s in sessions for a in s.waiting) <= 100
         assert all(0 <= s.computed + len(s.waiting) + s.running == s.received for s in sessions)
+        waiting = [starts_that_wait(session) for session in sessions]
+        assert all(starts == sorted(set(starts)) for starts in waiting)
 
     def teardown(self) -> None:
         for connection in CONNECTIONS:

@@ -174,7 +174,7 @@ PEER_SAYS: dict[type[m.Message], st.SearchStrategy[Any]] = {
     m.SessionClosed: st.builds(m.SessionClosed, request=naturals),
     m.Output: outputs(),
     m.Leaving: st.builds(m.Leaving, grace_s=finite),
-    q.Pong: st.builds(q.Pong, request=naturals, time=finite, received=naturals, computed=naturals),
+    q.Pong: st.builds(q.Pong, request=naturals, time=finite, received=naturals, computed=naturals, sent=naturals),
     q.Topic: st.builds(q.Topic, request=naturals, notices=st.lists(st.binary(max_size=20), max_size=4).map(tuple)),
     q.DhtAddresses: st.builds(q.DhtAddresses, request=naturals, addresses=st.lists(texts, max_size=3).map(tuple)),
     q.ManifestFile: st.builds(q.ManifestFile, request=naturals, raw=st.binary(max_size=50)),
