@@ -12,7 +12,7 @@ import typer
 
 from client.chat import ChatSession
 from client.client import SwarmClient
-from client.config import ClientConfig, GenerationConfig
+from client.config import AUTO, ClientConfig, GenerationConfig
 from client.generate import Piece, Reply, collect
 from client.options import (
     InitialPeers,
@@ -35,6 +35,18 @@ MinP = Annotated[float | None, typer.Option(help="Leave out tokens below this sh
 Penalty = Annotated[float, typer.Option(help="Over 1: tokens that are there already become less likely.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed draws the same text.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeat it to name several.")]
+DraftOption = Annotated[
+    str,
+    typer.Option(
+        "--draft",
+        metavar="auto|ngram|off|PACKAGE",
+        help="Guess tokens that the peers then check, several a trip; never changes the text. "
+        "PACKAGE: a small model with the same tokenizer; ngram: look up in the text; auto: ngram where it pays.",
+    ),
+]
+DraftTokens = Annotated[
+    int | None, typer.Option(help="Guess this many tokens a trip; left out, what is measured decides.")
+]
 System = Annotated[str | None, typer.Option(help="What the model is told before everything else.")]
 
 
@@ -50,6 +62,8 @@ def generate(
     repetition_penalty: Penalty = 1.0,
     seed: Seed = None,
     stop: Stop = None,
+    draft: DraftOption = AUTO,
+    draft_tokens: DraftTokens = None,
     system: System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     numerics: NumericsOption = "",
@@ -68,6 +82,8 @@ def generate(
         repetition_penalty=repetition_penalty,
         seed=seed,
         stop_strings=tuple(stop or ()),
+        draft=draft,
+        num_assistant_tokens=draft_tokens,
     )
     if raw and system is not None:
         raise ConfigError("--system belongs to a chat template, and --raw uses none: leave one of them out")
@@ -110,6 +126,8 @@ def chat(
     repetition_penalty: Penalty = 1.0,
     seed: Seed = None,
     stop: Stop = None,
+    draft: DraftOption = AUTO,
+    draft_tokens: DraftTokens = None,
     system: System = None,
     context: Annotated[
         int, typer.Option(min=2, help="Tokens of conversation to reserve room for on the peers.")
@@ -130,6 +148,8 @@ def chat(
         repetition_penalty=repetition_penalty,
         seed=seed,
         stop_strings=tuple(stop or ()),
+        draft=draft,
+        num_assistant_tokens=draft_tokens,
     )
     # Between turns the loop stands still, so that input() has the terminal, its editing and Ctrl-C to itself.
     with Progress() as progress, loops.runner() as runner:

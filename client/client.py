@@ -15,6 +15,7 @@ from typing import Self, cast
 
 from client.chat import ChatSession
 from client.config import ClientConfig, GenerationConfig
+from client.drafts import Drafts, SessionDrafts
 from client.events import Event, OnEvent, Stage, unheard
 from client.generate import Piece, Task, generate
 from client.lines import Lines
@@ -41,6 +42,14 @@ class RouteInUse:
     hops: tuple[tuple[str, str, str], ...]
     tokens: int
     repairs: int
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A session that is not given back yet."""
+
+    number: int
+    drafts: SessionDrafts
 
 
 class SwarmClient:
@@ -75,7 +84,8 @@ class SwarmClient:
         self._rng = rng
         self._resources = resources
         self._tidies = tokenizer.tidies
-        self._open: dict[Pipeline, int] = {}
+        self._drafts = Drafts(manifest, config=config, on_event=on_event, clock=clock)
+        self._open: dict[Pipeline, _Open] = {}
         self._numbers = itertools.count(1)
 
     @classmethod
@@ -140,7 +150,8 @@ class SwarmClient:
         """The answer to a question, or to a conversation, piece by piece; `raw` continues the text as it is, and so
         do token ids.
 
-        Raises ConfigError and ContextExceeded before anything is sent; NotCovered naming the layers that
+        Raises ConfigError and ContextExceeded before anything is sent, and PackageError and EngineError where a draft
+        cannot be loaded; NotCovered naming the layers that
         nobody serves, PeerBusy where nobody has room, or what a peer said last, when repairs come to nothing.
         Leaving the loop early gives everything back.
         """
@@ -193,8 +204,8 @@ class SwarmClient:
     def routes(self) -> list[RouteInUse]:
         """Over which peers the sessions of this client run now; those that have no route yet are left out."""
         return [
-            RouteInUse(session=number, hops=tuple(hops), tokens=pipeline.length, repairs=pipeline.repairs)
-            for pipeline, number in self._open.items()
+            RouteInUse(session=session.number, hops=tuple(hops), tokens=pipeline.length, repairs=pipeline.repairs)
+            for pipeline, session in self._open.items()
             if (hops := pipeline.hops())
         ]
 
@@ -207,8 +218,8 @@ class SwarmClient:
 
     async def close(self) -> None:
         """End every generation and chat, and all connections. Idempotent, bounded."""
-        await asyncio.gather(*(pipeline.close() for pipeline in self._open))
-        self._open.clear()
+        await asyncio.gather(*(self._give_back(pipeline) for pipeline in list(self._open)))
+        await self._drafts.close()
         await self._resources.aclose()
 
     async def __aenter__(self) -> Self:
@@ -229,14 +240,17 @@ class SwarmClient:
             clock=self._clock,
             on_event=self._on_event,
         )
-        self._open[pipeline] = next(self._numbers)
+        drafts = SessionDrafts(self._drafts, self._config, max_tokens=pipeline.max_tokens, clock=self._clock)
+        self._open[pipeline] = _Open(next(self._numbers), drafts)
         return pipeline
 
     async def _give_back(self, pipeline: Pipeline) -> None:
-        self._open.pop(pipeline, None)
+        session = self._open.pop(pipeline, None)
+        if session is not None:
+            session.drafts.close()
         await pipeline.close()
 
-    def _answer(
+    async def _answer(
         self, pipeline: Pipeline, ids: Sequence[int], config: GenerationConfig, meter: Meter
     ) -> AsyncGenerator[Piece, None]:
         task = Task(
@@ -248,7 +262,11 @@ class SwarmClient:
             tidies=self._tidies,
             limit=pipeline.max_tokens,
         )
-        return generate(pipeline, task, meter)
+        session = self._open.get(pipeline)
+        guesser = await session.drafts.guesser(config) if session is not None else None
+        async with contextlib.aclosing(generate(pipeline, task, meter, guesser)) as pieces:
+            async for piece in pieces:
+                yield piece
 
 
 async def _get_package(

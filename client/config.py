@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
+from client.window import MOST_GUESSES, MOST_WINDOWS
 from swarm.engine.base import Numerics
 from swarm.errors import ConfigError
 from swarm.folders import cache_folder
@@ -18,6 +19,8 @@ from swarm.wire.messages import MAX_STEP_TOKENS
 
 _MAX_STOPS = 64
 _DTYPES = ("f32", "f16", "bf16")
+AUTO, NGRAM, OFF = "auto", "ngram", "off"
+"""What `draft` can be beside a model package's directory."""
 
 
 class _Named:
@@ -48,6 +51,12 @@ class GenerationConfig(_Named):
     `presence_penalty`, `frequency_penalty` and `logit_bias` (token id to what is added to its score) are OpenAI's.
     `logprobs` asks for the chosen token's log-probability and that many of the likeliest.
 
+    `draft` guesses tokens that the peers then check, several a trip: `ngram` looks them up in prompt and answer (the
+    latest `max_ngram_size` tokens or fewer), a model package's directory names a small model with the same tokenizer,
+    `auto` takes `ClientConfig.draft_package` if there is one, else `ngram`, `off` guesses nothing. It changes the
+    speed and never the text. How many at a time, and how many windows of them are under way, follows from what is
+    measured, none where it does not pay; `num_assistant_tokens` and `draft_windows` fix the one and the other.
+
     >>> GenerationConfig(temperature=0.7, seed=1, stop_strings="END").stop_strings
     ('END',)
     """
@@ -67,9 +76,20 @@ class GenerationConfig(_Named):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    draft: str | Path = AUTO
+    num_assistant_tokens: int | None = None
+    max_ngram_size: int = 3
+    draft_windows: int | None = None
 
     def __post_init__(self) -> None:
         _whole("max_new_tokens", self.max_new_tokens, 1, 1 << 31)
+        _whole("max_ngram_size", self.max_ngram_size, 1, 16)
+        if self.num_assistant_tokens is not None:
+            _whole("num_assistant_tokens", self.num_assistant_tokens, 0, MOST_GUESSES)
+        if self.draft_windows is not None:
+            _whole("draft_windows", self.draft_windows, 1, MOST_WINDOWS)
+        if not isinstance(self.draft, (str, Path)) or not str(self.draft):
+            raise ConfigError(f"draft is {self.draft!r}; it must be auto, ngram, off or a model package's directory")
         for name in ("do_sample", "ignore_eos"):
             if not isinstance(getattr(self, name), bool) and (name == "ignore_eos" or self.do_sample is not None):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")
@@ -132,7 +152,9 @@ class ClientConfig(_Named):
     connection does not answer within `ping_timeout_s` is given up at once, one that answers and computes
     nothing for `stall_s` more after that. Without cover for a layer, `wait_for_peers_s` is how long somebody
     may still join; `repair_timeout_s` and `max_repairs` bound the attempts at one step.
-    `chat_tokens` is what a chat reserves on each hop, at most the model's context.
+    `chat_tokens` is what a chat reserves on each hop, at most the model's context. `draft_package` is the small model
+    that drafts where a generation does not say otherwise, on this machine's `draft_device` with `draft_threads` (0:
+    as OpenVINO thinks best).
 
     >>> ClientConfig(chunk_tokens=64).chunks_in_flight
     4
@@ -160,6 +182,9 @@ class ClientConfig(_Named):
     look_up_timeout_s: float = 2.0
     look_again_s: float = 1.0
     links_age_s: float = 30.0
+    draft_package: Path | None = None
+    draft_device: str = "CPU"
+    draft_threads: int = 0
     cache_dir: Path = field(default_factory=cache_folder)
 
     def __post_init__(self) -> None:
@@ -167,6 +192,7 @@ class ClientConfig(_Named):
         _whole("chunks_in_flight", self.chunks_in_flight, 1, 16)
         _whole("chat_tokens", self.chat_tokens, 2, 1 << 31)
         _whole("max_repairs", self.max_repairs, 0, 1 << 20)
+        _whole("draft_threads", self.draft_threads, 0, 4096)
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; it must be {', '.join(_DTYPES)}")
         if self.numerics is not None and not isinstance(self.numerics, Numerics):

@@ -11,6 +11,7 @@ class Stage(StrEnum):
     LOOKING = "looking"  # asking peers who serves the model
     FETCHING = "fetching"  # tokenizer and manifest; done and total in bytes
     TRUSTED = "trusted"  # a first contact without a peer id was believed
+    DRAFT = "draft"  # the model that drafts is loaded
     ROUTING = "routing"  # measuring peers and choosing among them
     CONNECTED = "connected"  # sessions are open; the text names the route
     PREFILL = "prefill"  # done and total in tokens

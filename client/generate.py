@@ -9,9 +9,11 @@ from typing import Any
 
 from client.circuit import Answer
 from client.config import GenerationConfig
+from client.draft import common_prefix
 from client.metrics import Meter, Metrics
 from client.pieces import Writer
-from client.pipeline import Pipeline, common_prefix
+from client.pipeline import Pipeline
+from client.speculation import Guesser, Speculation
 from swarm.errors import ConfigError, ContextExceeded
 from swarm.manifest import Manifest
 from swarm.sampling import Choice, Sampling
@@ -28,8 +30,8 @@ class FinishReason(StrEnum):
 class Piece:
     """A part of an answer as it comes. `text` may be empty while its end is not certain.
 
-    `token_ids` are the tokens that this piece brought, the one that stopped it included; `logprobs` belong
-    to them, where they were asked for. The last piece has `finish_reason` and `metrics`.
+    `token_ids` are the tokens that this piece brought, several where guesses were right, the one that stopped it
+    included; `logprobs` belong to them, where they were asked for. The last piece has `finish_reason` and `metrics`.
     """
 
     text: str
@@ -95,72 +97,83 @@ class Task:
         return frozenset((*self.config.stop_token_ids, *eos))
 
 
-async def generate(pipeline: Pipeline, task: Task, meter: Meter) -> AsyncGenerator[Piece, None]:
-    """The answer to `task.prompt`, piece by piece; the last one says why it ended.
+async def generate(
+    pipeline: Pipeline, task: Task, meter: Meter, guesser: Guesser | None = None
+) -> AsyncGenerator[Piece, None]:
+    """The answer to `task.prompt`, piece by piece; the last one says why it ended. `guesser` drafts, if there is one.
 
     Raises what `Pipeline.advance` raises; what came before is already given.
     """
-    known = list(task.prompt)
-    reused = min(common_prefix(pipeline.cached, known), len(known) - 1)
-    pipeline.begin(known)
+    prompt = list(task.prompt)
+    reused = min(common_prefix(pipeline.cached, prompt), len(prompt) - 1)
+    pipeline.begin(prompt)
     repairs = pipeline.repairs
     writer = Writer(task.decode, stops=task.config.stops, tidies=task.tidies)
-    stop_ids = task.stop_ids
-    pipeline.on_answer = meter.step
+    room = min(task.limit, len(prompt) + task.config.max_new_tokens - 1)  # the last token needs no position
+    speculation = Speculation(pipeline, prompt, task.sampling, limit=room, guesser=guesser)
+
+    def hear(answer: Answer) -> None:
+        meter.step(answer)
+        speculation.hear(answer)
+
+    pipeline.on_answer = hear
+    new = 0
     reason: FinishReason | None = None
-    while reason is None:
-        tokens: tuple[int, ...] = ()
-        logprobs: tuple[Choice, ...] = ()
-        text = ""
-        try:
-            answer = await pipeline.advance(known, task.sampling)
-        except ContextExceeded:
-            if len(known) == len(task.prompt):
-                raise
-            reason = FinishReason.CONTEXT  # a peer's limit is lower than it said: the text so far is kept
-        else:
-            tokens, logprobs = _chosen(answer)
-            known.extend(tokens)
-            reason = _finish_reason(task, stop_ids, known)
+    try:
+        while reason is None:
+            tokens: tuple[int, ...] = ()
+            logprobs: tuple[Choice, ...] = ()
+            text = ""
+            try:
+                given = await speculation.next()
+            except ContextExceeded:
+                if not new:
+                    raise
+                reason = FinishReason.CONTEXT  # a peer's limit is lower than it said: the text so far is kept
+            else:
+                tokens, reason = _up_to_the_end(task, given.tokens, new)
+                new += len(tokens)
+                logprobs = given.choices[: len(tokens)]
+                if reason is None:
+                    await speculation.go_on()  # nobody waits for the text
+                for place, token in enumerate(tokens, 1):
+                    if place == len(tokens) and reason is FinishReason.STOP:
+                        break  # it is no part of the text
+                    text += writer.add(token)
+                    if writer.stopped:
+                        new -= len(tokens) - place
+                        tokens, logprobs = tokens[:place], logprobs[:place]
+                        reason = FinishReason.STOP_STRING
+                        break
             if reason is None:
-                pipeline.go_on(known, task.sampling)  # nobody waits for the text
-            if reason is not FinishReason.STOP:
-                text = writer.add(tokens[0])
-                reason = FinishReason.STOP_STRING if writer.stopped else reason
-        if reason is None:
-            yield Piece(text=text, token_ids=tokens, logprobs=logprobs)
+                yield Piece(text=text, token_ids=tokens, logprobs=logprobs)
+    finally:
+        await speculation.close()
     metrics = meter.metrics(
         prompt_tokens=len(task.prompt),
         reused_tokens=reused,
+        new_tokens=new,
         repairs=pipeline.repairs - repairs,
         route=pipeline.describe_route(),
         hops=pipeline.hops(),
+        speculation=speculation.report(),
     )
     text += writer.finish()
     yield Piece(text=text, token_ids=tokens, logprobs=logprobs, finish_reason=reason, metrics=metrics)
 
 
-def _finish_reason(task: Task, stop_ids: frozenset[int], known: Sequence[int]) -> FinishReason | None:
-    """Whether the last of `known` ends the answer, whatever its text."""
-    if known[-1] in stop_ids:
-        return FinishReason.STOP
-    if len(known) - len(task.prompt) >= task.config.max_new_tokens:
-        return FinishReason.LENGTH
-    # the last token needs no position of its own until another follows
-    return FinishReason.CONTEXT if len(known) > task.limit else None
-
-
-def _chosen(answer: Answer) -> tuple[tuple[int, ...], tuple[Choice, ...]]:
-    """The token that follows what was sent; its log-probabilities where they were asked for."""
-    output = answer.output
-    token = int(output.ids[-1])
-    if output.logprobs is None:
-        return (token,), ()
-    top: tuple[tuple[int, float], ...] = ()
-    if output.top_ids is not None and output.top_logprobs is not None:
-        pairs = zip(output.top_ids[-1].tolist(), output.top_logprobs[-1].tolist(), strict=True)
-        top = tuple((int(i), float(p)) for i, p in pairs)
-    return (token,), (Choice(token=token, logprob=float(output.logprobs[-1]), top=top),)
+def _up_to_the_end(task: Task, tokens: tuple[int, ...], before: int) -> tuple[tuple[int, ...], FinishReason | None]:
+    """The tokens up to the one that ends the answer, whatever its text, and why it does. `before` came before them."""
+    stop_ids = task.stop_ids
+    for place, token in enumerate(tokens, 1):
+        if token in stop_ids:
+            return tokens[:place], FinishReason.STOP
+        if before + place >= task.config.max_new_tokens:
+            return tokens[:place], FinishReason.LENGTH
+        # the last token needs no position of its own until another follows
+        if len(task.prompt) + before + place > task.limit:
+            return tokens[:place], FinishReason.CONTEXT
+    return tokens, None
 
 
 async def collect(pieces: AsyncIterator[Piece]) -> Reply:

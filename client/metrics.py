@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from client.circuit import Answer
+from client.speculation import SpeculationReport
 from swarm.wire.messages import HopTrace
 
 
@@ -34,10 +35,10 @@ class HopTime:
 class Metrics:
     """One answer. `ttft_s` from the call to the first token, `total_s` to the last; rates without the first.
 
-    `token_s` is the average time of a token after the first: it equals the sum over `hops`, `return_s` (from
-    the last hop back) and `client_s`. `reused_tokens` of the prompt were in the peers' caches. `repairs`
-    counts how often the route was replaced. `overheads_s` has, for each token after the first, what it took
-    beyond the hops' compute; it is left out of `to_plain`.
+    `token_s` is the average time of a step after the first, which gives one token, or several where `speculation`
+    says so: it equals the sum over `hops`, `return_s` (from the last hop back) and `client_s`. `reused_tokens` of the
+    prompt were in the peers' caches. `repairs` counts how often the route was replaced. `overheads_s` has, for each
+    step after the first, what it took beyond the hops' compute; it is left out of `to_plain`.
     """
 
     prompt_tokens: int
@@ -52,6 +53,7 @@ class Metrics:
     repairs: int
     route: str
     hops: tuple[HopTime, ...]
+    speculation: SpeculationReport | None = None
     overheads_s: tuple[float, ...] = ()
 
     def to_plain(self) -> dict[str, Any]:
@@ -69,25 +71,30 @@ class Meter:
         self._began = clock()
         self._first_at: float | None = None
         self._last_at: float | None = None
-        self._tokens = 0
-        self._computed = 0
         self._steps: list[tuple[Answer, float]] = []
 
     def step(self, answer: Answer) -> None:
-        """Hears of every step; a step of one token that answers with one is a token's time."""
-        self._computed += len(answer.forward.tokens)
+        """Hears of every step."""
         if not answer.forward.rows:
             return
         before = self._last_at
-        self._tokens += 1
         self._last_at = answer.received_at
         if before is None:
             self._first_at = answer.received_at
-        elif len(answer.forward.tokens) == 1:
-            self._steps.append((answer, answer.received_at - before))
+        elif len(answer.forward.tokens) == answer.forward.rows:
+            # from the answer before, or from when it was sent where others were under way then
+            self._steps.append((answer, answer.received_at - min(before, answer.sent_at)))
 
     def metrics(
-        self, *, prompt_tokens: int, reused_tokens: int, repairs: int, route: str, hops: Sequence[tuple[str, str, str]]
+        self,
+        *,
+        prompt_tokens: int,
+        reused_tokens: int,
+        new_tokens: int,
+        repairs: int,
+        route: str,
+        hops: Sequence[tuple[str, str, str]],
+        speculation: SpeculationReport | None = None,
     ) -> Metrics:
         """The sums; `hops` are (peer id, name, layers) of the route as it is now, `route` its text."""
         first = self._first_at if self._first_at is not None else self._clock()
@@ -99,10 +106,10 @@ class Meter:
         return Metrics(
             prompt_tokens=prompt_tokens,
             reused_tokens=reused_tokens,
-            new_tokens=self._tokens,
+            new_tokens=new_tokens,
             ttft_s=first - self._began,
             total_s=last - self._began,
-            tokens_per_second=(self._tokens - 1) / decode_s if decode_s > 0 else 0.0,
+            tokens_per_second=(new_tokens - 1) / decode_s if decode_s > 0 else 0.0,
             token_s=_mean([seconds for _, seconds in steps]),
             return_s=_mean([way.legs[-1] for way in ways]),
             client_s=_mean([seconds - (answer.received_at - answer.sent_at) for answer, seconds in steps]),
@@ -112,6 +119,7 @@ class Meter:
                 _hop_time(hop, place, [answer.output.trace[place] for answer, _ in steps], ways)
                 for place, hop in enumerate(hops)
             ),
+            speculation=speculation,
             overheads_s=tuple(seconds - sum(hop.compute_s for hop in answer.output.trace) for answer, seconds in steps),
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from swarm.routes import Route
+
 _WEIGHT = 0.3
 
 
@@ -30,3 +32,14 @@ class Pace:
         before = self._measured.get(tokens > 1)
         # slower counts at once, faster little by little: a deadline that is too short costs a repair
         self._measured[tokens > 1] = each if before is None or each > before else before + _WEIGHT * (each - before)
+
+
+def pace_of(route: Route) -> Pace:
+    """What the route's records promise, for a token and for a token of a prompt."""
+    records = [(hop.record, len(hop.span)) for hop in route.hops]
+    return Pace(
+        token_s=sum(record.layer_time_s * layers for record, layers in records),
+        prompt_token_s=sum(record.prefill_time_s * layers for record, layers in records),
+        latency_s=route.return_s
+        + sum(hop.cost.latency_s + hop.cost.transfer_s + hop.cost.queue_s for hop in route.hops),
+    )

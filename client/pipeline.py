@@ -2,7 +2,8 @@
 
 The client knows the tokens; that is all it takes to rebuild any KV cache. So there is one way to move on:
 send what is known and not computed yet. Prefill, decode and catch-up after a failure are the same loop, and
-a repair is a new circuit with nothing computed.
+a repair is a new circuit with nothing computed. Guesses go along behind what is known (`speculation`): a step with
+them is a *window*, and the next one may be sent before its answer is there.
 """
 
 from __future__ import annotations
@@ -11,20 +12,22 @@ import asyncio
 import contextlib
 import itertools
 import secrets
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from client.circuit import Answer, Circuit, Fault, ids_of
 from client.config import ClientConfig
+from client.draft import common_prefix
 from client.events import Event, OnEvent, Stage
 from client.hop import Hop
 from client.lines import Lines
-from client.pace import Pace
+from client.pace import pace_of
 from client.planner import Planner
+from client.trouble import Trouble
 from swarm.errors import (
     DirectoryError,
     LocalProtocolError,
-    PeerBusy,
     PeerError,
     PeerStalled,
     RemoteProtocolError,
@@ -40,49 +43,22 @@ OnAnswer = Callable[[Answer], None]
 _REPAIRABLE = (PeerError, RemoteProtocolError, UnknownSession)
 
 
-class Trouble:
-    """What went wrong since the last answer with a token, and how much of it is still borne."""
-
-    def __init__(self, config: ClientConfig, clock: Callable[[], float]) -> None:
-        self.last: SwarmError | None = None
-        self._config = config
-        self._clock = clock
-        self._began: float | None = None
-        self._uncovered: float | None = None
-        self._repairs = 0
-
-    def add(self, error: SwarmError) -> None:
-        """A circuit failed. Raises `error` if that was once too often."""
-        now = self._clock()
-        self._began = now if self._began is None else self._began
-        self._repairs += 1
-        self.last = error
-        if self._repairs > self._config.max_repairs or now - self._began > self._config.repair_timeout_s:
-            raise error
-
-    def wait_for(self, error: SwarmError) -> float:
-        """There is no route: how many seconds it is still worth waiting for one. Raises what is to be said if none.
-
-        Where every peer that could serve is busy, that is the reason to name, and worth waiting longer.
-        """
-        now = self._clock()
-        self._uncovered = now if self._uncovered is None else self._uncovered
-        busy = isinstance(self.last, PeerBusy)
-        limit = self._config.repair_timeout_s if busy else self._config.wait_for_peers_s
-        left = self._uncovered + limit - now
-        if left <= 0:
-            raise (self.last if busy and self.last is not None else error) from self.last
-        return left
-
-
 @dataclass(frozen=True)
-class _Ahead:
-    """A step that was sent before it was asked for."""
+class _Window:
+    """A step under way whose answer has tokens: the last of what was known, and guesses or more of them."""
 
     circuit: Circuit
     start: int
-    token: int
+    tokens: tuple[int, ...]
     sampling: Sampling
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    def answers(self, circuit: Circuit, start: int, token: int, sampling: Sampling) -> bool:
+        """Whether its answer tells what follows `token`, the last known, at `start`."""
+        return (self.circuit, self.start, self.tokens[0], self.sampling) == (circuit, start, token, sampling)
 
 
 class Pipeline:
@@ -117,7 +93,7 @@ class Pipeline:
         self._cached: list[int] = []  # the ids that all hops of the circuit have computed
         self._read: Sequence[int] = ()  # the ids that hops have computed, these or others before them
         self._prompt_tokens = 0
-        self._ahead: _Ahead | None = None
+        self._windows: deque[_Window] = deque()
         self._idle = asyncio.Event()
         self._idle.set()
         self._until_closed: asyncio.Timeout  # while it is not idle
@@ -143,6 +119,16 @@ class Pipeline:
         circuit = self._usable_circuit()
         return circuit is not None and not circuit.is_leaving
 
+    @property
+    def windows(self) -> int:
+        """Steps under way whose answers have tokens."""
+        return len(self._windows)
+
+    @property
+    def line_end(self) -> int:
+        """The position after the last window under way; 0 where there is none."""
+        return self._windows[-1].end if self._windows else 0
+
     def describe_route(self) -> str:
         """The hops for a person; empty before the first step."""
         return str(self._circuit) if self._circuit else ""
@@ -156,7 +142,8 @@ class Pipeline:
         self._prompt_tokens = len(prompt) - common_prefix(self._read, prompt)
 
     async def advance(self, known: Sequence[int], sampling: Sampling) -> Answer:
-        """Have everything known computed; the answer holds the token that follows.
+        """Have everything known computed; the answer holds the token that follows, and those after the guesses that
+        were sent ahead with it.
 
         Raises NotCovered, PeerBusy or what a hop said last when repairs come to nothing; other errors as
         they are. The session can be advanced again after any of them. Raises LocalProtocolError where it is closed
@@ -165,31 +152,46 @@ class Pipeline:
         if self._closed or not self._idle.is_set():
             raise LocalProtocolError("this session is closed" if self._closed else "this session is still answering")
         self._idle.clear()
+        answered = False
         try:
             async with asyncio.timeout(None) as self._until_closed:
-                return await self._answer(known, sampling)
+                answer = await self._answer(known, sampling)
+            answered = True
+            return answer
         except TimeoutError as error:
             if not self._until_closed.expired():
                 raise
             await self._hang_up()
             raise LocalProtocolError("this session was closed while it was answering") from error
         finally:
-            if self._circuit is not None:
-                self._circuit.abandon()
+            if not answered:
+                self.forget_windows()
             self._idle.set()
 
-    def go_on(self, known: Sequence[int], sampling: Sampling) -> None:
-        """Send the step after an answer at once, so that the hops compute while the caller looks at the token.
+    def send_ahead(self, start: int, tokens: Sequence[int], sampling: Sampling) -> bool:
+        """Send a window before `advance` asks for it, so that the hops compute meanwhile. False where it cannot be now.
 
-        To be told what `advance` will be told next; if that is told something else, this step counts for nothing.
-        What goes wrong here `advance` finds and repairs.
+        The first begins with the last token that `advance` will be told next, the others each where the one before
+        ends. If `advance` is told something else, they count for nothing. What goes wrong here it finds and repairs.
         """
-        circuit, start = self._circuit, len(known) - 1
-        if self._closed or circuit is None or not self.is_whole or start != len(self._cached):
-            return
-        self._ahead = _Ahead(circuit, start, known[-1], sampling)
+        circuit = self._circuit
+        if self._closed or circuit is None or not self.is_whole:
+            return False
+        follows = (
+            self._windows[-1].end == start if self._windows else self._idle.is_set() and start <= len(self._cached)
+        )
+        if not follows:
+            return False
+        self._windows.append(_Window(circuit, start, tuple(tokens), sampling))
         with contextlib.suppress(*_REPAIRABLE):
-            circuit.send(start=start, tokens=ids_of(known[-1:]), rows=1, sampling=sampling)
+            circuit.send(start=start, tokens=ids_of(tokens), rows=len(tokens), sampling=sampling)
+        return True
+
+    def forget_windows(self) -> None:
+        """Nobody wants the answers that are under way: what they go out from was wrong."""
+        self._windows.clear()
+        if self._circuit is not None:
+            self._circuit.abandon()
 
     async def close(self) -> None:
         """Give the session back on all hops at once. Idempotent, bounded, goes on if the caller is cancelled."""
@@ -222,22 +224,24 @@ class Pipeline:
         # what is known and cached is not sent again; the last position is, for its answer
         start = position = min(common_prefix(self._cached, known), len(known) - 1)
         del self._cached[start:]
-        ahead, self._ahead = self._ahead, None
-        if ahead == _Ahead(circuit, start, known[-1], sampling):
+        if self._windows and self._windows[0].answers(circuit, start, known[-1], sampling):
             position = len(known)
         else:
-            circuit.abandon()
+            self.forget_windows()
         while True:
             while position < len(known) and circuit.in_flight < self._config.chunks_in_flight:
-                end = min(position + self._config.chunk_tokens, len(known))
-                tokens = ids_of(known[position:end])
-                circuit.send(start=position, tokens=tokens, rows=int(end == len(known)), sampling=sampling)
-                position = end
+                tokens = tuple(known[position : position + self._config.chunk_tokens])
+                is_last = position + len(tokens) == len(known)
+                if is_last:
+                    self._windows.append(_Window(circuit, position, tokens, sampling))
+                circuit.send(start=position, tokens=ids_of(tokens), rows=int(is_last), sampling=sampling)
+                position += len(tokens)
             answer = await circuit.answer()
             self._cached.extend(answer.forward.tokens.tolist())
             self.on_answer(answer)
             if answer.forward.rows:
                 self._read = known
+                self._windows.popleft()
                 self._praise(circuit)
                 return answer
             self._say(Stage.PREFILL, "reading the prompt", len(self._cached), len(known))
@@ -292,6 +296,7 @@ class Pipeline:
             pace=pace_of(plan.route),
             clock=self._clock,
         )
+        self.forget_windows()
         self._cached.clear()
         self._circuit = circuit
         try:
@@ -312,6 +317,7 @@ class Pipeline:
     async def _give_up(self, error: SwarmError) -> None:
         """The circuit failed with `error`: see to it that the next route is another where it should be."""
         circuit = self._circuit
+        self._windows.clear()
         self._cached.clear()
         if circuit is None:
             return
@@ -351,6 +357,7 @@ class Pipeline:
 
     async def _hang_up(self) -> None:
         circuit, self._circuit = self._circuit, None
+        self._windows.clear()
         self._cached.clear()
         if circuit is not None:
             await circuit.close()
@@ -361,22 +368,3 @@ class Pipeline:
 
 def _unheard(_: Answer) -> None:
     """Nobody measures."""
-
-
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many of the first ids are the same."""
-    if list(one) == list(other[: len(one)]):
-        return len(one)  # nearly always, and then without a loop in Python
-    pairs = zip(one, other, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
-def pace_of(route: Route) -> Pace:
-    """What the route's records promise, for a token and for a token of a prompt."""
-    records = [(hop.record, len(hop.span)) for hop in route.hops]
-    return Pace(
-        token_s=sum(record.layer_time_s * layers for record, layers in records),
-        prompt_token_s=sum(record.prefill_time_s * layers for record, layers in records),
-        latency_s=route.return_s
-        + sum(hop.cost.latency_s + hop.cost.transfer_s + hop.cost.queue_s for hop in route.hops),
-    )

@@ -121,6 +121,12 @@ def describe(reply: Reply) -> str:
         f"{metrics.prompt_tokens} tokens of prompt{cached}",
         metrics.route,
     ]
+    guessing = metrics.speculation
+    if guessing is not None and guessing.proposed:
+        parts.append(
+            f"{guessing.accepted} of {guessing.proposed} guesses accepted ({guessing.draft}), "
+            f"{guessing.tokens_a_trip:.1f} tokens a trip, {guessing.without:.1f} tokens/s without (estimated)"
+        )
     if metrics.repairs:
         parts.append(f"{metrics.repairs} {'repair' if metrics.repairs == 1 else 'repairs'}")
     if reply.finish_reason is FinishReason.CONTEXT:

@@ -46,7 +46,7 @@ def measured(offsets: tuple[float, float] = (0.0, 0.0), codec_s: float = 0.00025
     meter.step(answer(100.6, tokens=8, rows=1, offsets=offsets))
     for place in range(10):
         meter.step(answer(100.612 + 0.012 * place, offsets=offsets, codec_s=codec_s))
-    return meter.metrics(prompt_tokens=16, reused_tokens=3, repairs=0, route="a → b", hops=HOPS)
+    return meter.metrics(prompt_tokens=16, reused_tokens=3, new_tokens=11, repairs=0, route="a → b", hops=HOPS)
 
 
 def test_a_tokens_time_is_the_sum_of_its_parts() -> None:
@@ -90,7 +90,7 @@ def test_steps_over_an_earlier_route_are_left_out() -> None:
     for place in range(4):
         meter.step(answer(1.0 + place))
     other = [("c" * 32, "c", "0:6")]
-    metrics = meter.metrics(prompt_tokens=1, reused_tokens=0, repairs=1, route="c", hops=other)
+    metrics = meter.metrics(prompt_tokens=1, reused_tokens=0, new_tokens=4, repairs=1, route="c", hops=other)
     assert metrics.token_s == 0.0
     assert metrics.hops[0].compute_s == 0.0
     assert metrics.tokens_per_second == pytest.approx(1.0)
@@ -99,5 +99,5 @@ def test_steps_over_an_earlier_route_are_left_out() -> None:
 def test_a_single_token_has_no_rate() -> None:
     meter = Meter(lambda: 0.0)
     meter.step(answer(1.0))
-    metrics = meter.metrics(prompt_tokens=1, reused_tokens=0, repairs=0, route="", hops=[])
+    metrics = meter.metrics(prompt_tokens=1, reused_tokens=0, new_tokens=1, repairs=0, route="", hops=[])
     assert (metrics.tokens_per_second, metrics.new_tokens, metrics.hops) == (0.0, 1, ())

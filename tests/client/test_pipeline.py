@@ -110,7 +110,7 @@ def test_a_step_that_was_sent_ahead_is_not_sent_again(prompt: list[int]) -> None
         known = list(prompt)
         for _ in range(4):
             known.append(int((await pipeline.advance(known, Sampling())).output.ids[-1]))
-            pipeline.go_on(known, Sampling())
+            pipeline.send_ahead(len(known) - 1, known[-1:], Sampling())
         await pipeline.advance(known, Sampling())
         assert known[len(prompt) :] == toy_text(prompt, 4)
         starts = [forward.start for forward in world.swarm.peers["c"].steps if forward.rows]
@@ -126,7 +126,7 @@ def test_a_step_that_was_sent_ahead_in_vain_changes_nothing(prompt: list[int], f
         await world.three()
         pipeline = world.pipeline()
         known = [*prompt, int((await pipeline.advance(prompt, Sampling())).output.ids[-1])]
-        pipeline.go_on(known, Sampling())
+        pipeline.send_ahead(len(known) - 1, known[-1:], Sampling())
         if fault:
             world.swarm.peers["b"].cut()
         other = [*prompt, known[-1] ^ 1, 2]

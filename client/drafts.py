@@ -1,0 +1,117 @@
+"""The drafts of one client: which one a generation gets, models loaded once, and what is known of each session's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from client.config import AUTO, NGRAM, OFF, ClientConfig, GenerationConfig
+from client.draft import Draft, NgramDraft
+from client.draftmodel import DraftModel, ModelDraft
+from client.events import Event, OnEvent, Stage
+from client.speculation import Guesser
+from client.tuner import Prior, Tuner
+from client.window import MOST_GUESSES
+from swarm.errors import ConfigError
+from swarm.manifest import Manifest, package_folder
+
+_LOOK_UP = Prior(chance=0.5, draft_s=1e-5)
+_MODEL = Prior(chance=0.7, draft_s=0.01)
+
+
+class Drafts:
+    """Made by `SwarmClient`; belongs to one event loop. `close` it in the end."""
+
+    def __init__(
+        self, target: Manifest, *, config: ClientConfig, on_event: OnEvent, clock: Callable[[], float]
+    ) -> None:
+        self._target = target
+        self._config = config
+        self._on_event = on_event
+        self._clock = clock
+        self._models: dict[Path, asyncio.Task[DraftModel]] = {}
+
+    async def model(self, package: Path) -> DraftModel:
+        """Loaded at the first call, for seconds. Raises PackageError, ConfigError, EngineError."""
+        task = self._models.get(package)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            self._on_event(Event(stage=Stage.DRAFT, text=f"loading the draft {package.name}"))
+            opening = DraftModel.open(
+                package,
+                self._target,
+                device=self._config.draft_device,
+                threads=self._config.draft_threads,
+                cache_dir=self._config.cache_dir / "graphs",
+            )
+            task = self._models[package] = asyncio.create_task(opening)
+        # whoever is cancelled does not take it away from others who wait for it
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        models, self._models = list(self._models.values()), {}
+        for task in models:
+            task.cancel()
+        for model in await asyncio.gather(*models, return_exceptions=True):
+            if isinstance(model, DraftModel):
+                model.close()
+
+
+class SessionDrafts:
+    """One session's drafts, kept from answer to answer: their caches and what was measured."""
+
+    def __init__(self, drafts: Drafts, config: ClientConfig, *, max_tokens: int, clock: Callable[[], float]) -> None:
+        self._drafts = drafts
+        self._config = config
+        self._max_tokens = max_tokens
+        self._clock = clock
+        self._drafts_by_name: dict[str, Draft] = {}
+        self._guessers: dict[tuple[str, int | None, int | None], Guesser] = {}
+
+    async def guesser(self, config: GenerationConfig) -> Guesser | None:
+        """What `config.draft` means here; None for no draft. Raises ConfigError, PackageError, EngineError."""
+        package = self._package(config)
+        if config.draft == OFF or config.num_assistant_tokens == 0:
+            return None
+        name = f"{NGRAM} {config.max_ngram_size}" if package is None else str(package)
+        key = (name, config.num_assistant_tokens, config.draft_windows)
+        guesser = self._guessers.get(key)
+        if guesser is not None and not guesser.failure:
+            return guesser
+        draft = self._drafts_by_name.get(name)
+        if draft is None or guesser is not None:
+            draft = self._drafts_by_name[name] = await self._draft(package, config.max_ngram_size)
+        tuner = Tuner(
+            _LOOK_UP if draft.instant else _MODEL,
+            free_guesses=draft.instant,
+            k=config.num_assistant_tokens,
+            depth=config.draft_windows,
+        )
+        guesser = self._guessers[key] = Guesser(draft, tuner, self._clock)
+        return guesser
+
+    def close(self) -> None:
+        """Give the caches back. Idempotent."""
+        for draft in self._drafts_by_name.values():
+            if isinstance(draft, ModelDraft):
+                draft.close()
+
+    def _package(self, config: GenerationConfig) -> Path | None:
+        if config.draft == AUTO:
+            return self._config.draft_package
+        if config.draft in (NGRAM, OFF):
+            return None
+        package = package_folder(config.draft)
+        if package is None:
+            raise ConfigError(
+                f"draft is {str(config.draft)!r}: no model package is there; "
+                "take a package's directory, or ngram, auto or off"
+            )
+        return package
+
+    async def _draft(self, package: Path | None, max_ngram_size: int) -> Draft:
+        if package is None:
+            return NgramDraft(max_ngram_size)
+        model = await self._drafts.model(package)
+        return model.draft(self._max_tokens + MOST_GUESSES)

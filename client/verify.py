@@ -1,0 +1,50 @@
+"""Which guesses stand. Pure.
+
+The last hop chooses a token for each position of a window as if no guess had been made: its random number is a function
+of (seed, position) alone. A guess stands where the choice is the same token.
+
+Why that keeps the distribution: let the target give a token the probability p(x), and let the guess g be made without
+looking at the random number that chooses x. P(x = g) = p(g), so g is accepted with the target's probability of it; and
+given that it was not, x is drawn from p without g. That is the acceptance rule for a deterministic proposal (Leviathan
+et al. 2023, algorithm 1 with q a point mass; Chen et al. 2023). A draft that looks at the same random number (see
+`draftmodel`) is accepted more often, and x is still the target's own choice: with any draft, text and seed are those
+without one, token for token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`accepted` of the guesses stand; `correction` is the target's own token after them, None where every choice
+    was guessed."""
+
+    accepted: int
+    correction: int | None
+
+    def tokens(self, guesses: Sequence[int]) -> tuple[int, ...]:
+        """What follows the known text now, given the guesses that were judged."""
+        stand = tuple(guesses[: self.accepted])
+        return stand if self.correction is None else (*stand, self.correction)
+
+
+def verify(guesses: Sequence[int], chosen: Sequence[int]) -> Verdict:
+    """Judge the `guesses` that follow the known text by the tokens `chosen` for the same positions.
+
+    `chosen` [1 ...] was computed with all guesses but its last token's before it; there may be more guesses than
+    choices (the rest is not judged yet) or one fewer (the last choice is new).
+
+    >>> verify([5, 6, 7], [5, 6, 9, 4])
+    Verdict(accepted=2, correction=9)
+    >>> verify([5, 6], [5, 6, 8])
+    Verdict(accepted=2, correction=8)
+    >>> verify([5, 6, 7], [5, 6])
+    Verdict(accepted=2, correction=None)
+    """
+    for place, token in enumerate(chosen):
+        if place >= len(guesses) or guesses[place] != token:
+            return Verdict(place, token)
+    return Verdict(len(chosen), None)

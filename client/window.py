@@ -1,0 +1,117 @@
+"""How many tokens to guess at a time, and how many windows of them to have under way: what earns most. Pure.
+
+A *cycle* lasts from one token that was not guessed to the next. Its windows carry one token that is sure (or guessed by
+the window before) and `k` guesses::
+
+    one window at a time          trip     k x draft + T(k + 1)            gives 1 + S(1) + ... + S(k) tokens
+    several (pipelined)           first    k x draft + T(k + 1)
+                                  each of the next    max((k + 1) x draft, slowest hop, T(k + 1) / windows)
+
+S(i) is the chance that the next i guesses are all right, T(n) the time of a step of n tokens: the ways between the
+machines, and what each hop computes. Where a cycle of several windows ends, a hop may be busy with a void one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+MOST_GUESSES = 32
+MOST_WINDOWS = 8
+_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
+_DEPTHS = (1, 2, 3, 4, 6, 8)
+_HORIZON = 96
+"""Guesses looked ahead: a cycle that is longer is as good as endless."""
+_WORTH = 1.03
+"""What drafts must earn before they are used: the estimate is not better than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """`k` guesses a window (0: none, no draft), `depth` windows under way; `rate` is the tokens a second to expect."""
+
+    k: int
+    depth: int = 1
+    rate: float = 0.0
+
+
+NO_DRAFT = Window(0)
+
+
+class Curve:
+    """Seconds by number of tokens, measured at some numbers: straight lines between them and beyond them, flat before.
+
+    >>> curve = Curve({1: 0.010, 11: 0.020})
+    >>> curve.at(6)
+    0.015
+    """
+
+    def __init__(self, points: Mapping[int, float]) -> None:
+        self._sizes = sorted(points)
+        # a larger step takes no less: what says otherwise is noise
+        self._values = list(itertools.accumulate((points[size] for size in self._sizes), max))
+
+    def at(self, n: int) -> float:
+        sizes, values = self._sizes, self._values
+        if n <= sizes[0] or len(sizes) == 1:
+            return values[0]
+        right = min(max(bisect.bisect_left(sizes, n), 1), len(sizes) - 1)
+        left = right - 1
+        slope = (values[right] - values[left]) / (sizes[right] - sizes[left])
+        return values[left] + slope * (n - sizes[left])
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds: of one guess, of all ways between the machines, of a step on all hops together, on the slowest hop."""
+
+    draft_s: float
+    ways_s: float
+    hops: Curve
+    slowest: Curve
+
+    def trip_s(self, n: int) -> float:
+        """A step of `n` tokens, from sending it to its answer."""
+        return self.ways_s + self.hops.at(n)
+
+
+def rate_of(window: Window, costs: Costs, survival: Sequence[float]) -> float:
+    """Tokens a second. `survival` [MOST_GUESSES + 1 ...]: S(1), S(2) and so on."""
+    size = window.k + 1
+    first = window.k * costs.draft_s + costs.trip_s(size)
+    if window.depth == 1:
+        return (1 + sum(survival[: window.k])) / first
+    each = max(size * costs.draft_s, costs.slowest.at(size), costs.trip_s(size) / window.depth)
+    lives_on = sum(survival[size - 1 :: size])  # the chance of each window that the next one counts
+    void = costs.slowest.at(size) * min(1.0, costs.slowest.at(size) / each)
+    return (1 + sum(survival)) / (first + each * lives_on + void)
+
+
+def choose_window(
+    costs: Costs,
+    chances: Iterable[float],
+    *,
+    k: int | None = None,
+    depth: int | None = None,
+    now: Window = NO_DRAFT,
+    most_guesses: int = MOST_GUESSES,
+) -> Window:
+    """The window that earns most. `chances`: that the next guess is right, that the one after it is then, and so on.
+
+    `k` and `depth` fix one of the two. What is used `now` is left only for what is clearly better.
+    """
+    survival = list(itertools.accumulate(itertools.islice(chances, _HORIZON), lambda a, b: a * b))
+    without = 1 / costs.trip_s(1) if costs.trip_s(1) > 0 else 0.0
+    if k == 0:
+        return Window(0, 1, without)
+    sizes = [size for size in _SIZES if size <= most_guesses] if k is None else [min(k, most_guesses)]
+    depths = _DEPTHS if depth is None else (depth,)
+    rates = {(size, ways): rate_of(Window(size, ways), costs, survival) for size in sizes for ways in depths}
+    if (now.k, now.depth) in rates:
+        rates[now.k, now.depth] *= _WORTH  # changing has its price, and the estimate its error
+    best = max(rates, key=lambda key: rates[key], default=(0, 1))
+    if k is None and (best == (0, 1) or rates[best] < without * _WORTH):
+        return Window(0, 1, without)
+    return Window(*best, rates[best])
