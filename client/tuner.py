@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ _STREAKS = (0, 1, 2, 3, 4, 6, 9, 14)
 _TRY_AGAIN_TOKENS = 64
 _TRIAL_TRIPS = 6
 _TRIAL = Window(3)
+_HOPE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,7 @@ class Tuner:
         self._slowest: dict[int, float] = {}
         self._trial_trips = 0
         self._idle_tokens = 0
+        self._try_after = _TRY_AGAIN_TOKENS
 
     @property
     def costs(self) -> Costs | None:
@@ -124,8 +127,10 @@ class Tuner:
         chosen = choose_window(costs, self.chances.after(self.streak), k=self._k, depth=self._depth, now=self.window)
         if chosen.k == 0 and not self._free and self._k is None:
             self._idle_tokens += tokens
-            if self._idle_tokens >= _TRY_AGAIN_TOKENS:
-                self._idle_tokens, self._trial_trips, chosen = 0, _TRIAL_TRIPS, _TRIAL
+            # each trial in vain costs time, so the next is later; and there is none where the best draft would not do
+            if self._idle_tokens >= self._try_after and choose_window(costs, itertools.repeat(_HOPE)).k:
+                self._idle_tokens, self._try_after = 0, 2 * self._try_after
+                self._trial_trips, chosen = _TRIAL_TRIPS, _TRIAL
         self.window = chosen
 
     def without(self) -> float:

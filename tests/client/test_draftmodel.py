@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from client.config import ClientConfig, GenerationConfig
+from client.draftmodel import DraftModel, ModelDraft, check_same_vocabulary
+from client.drafts import Drafts, SessionDrafts
+from client.events import Event
+from swarm.engine.base import Step, StepResult
+from swarm.errors import ConfigError, EngineError, PackageError
+from swarm.manifest import EMBED, TOKENIZER, load_manifest
+from swarm.sampling import Sampling
+from swarm.spans import LayerRange
+from tests.client.engine_pipeline import EnginePipeline, write
+from tests.client.test_speculation import plain_text
+from tests.peer.toy_engine import CONTEXT, VOCAB, ToyEngine, toy_manifest
+from tests.swarm.loops import in_loop, until
+
+TOY = LayerRange(0, 6)
+PROMPT = [5, 9, 7, 1]
+
+
+class Watched(ToyEngine):
+    """Keeps the steps that it ran."""
+
+    def __init__(self) -> None:
+        super().__init__(TOY)
+        self.steps: list[Step] = []
+
+    def forward(self, steps: list[Step]) -> list[StepResult]:  # type: ignore[override]
+        self.steps += steps
+        return super().forward(steps)
+
+
+@pytest.fixture
+def engine() -> Watched:
+    return Watched()
+
+
+@pytest.fixture
+def model(engine: Watched) -> Iterator[DraftModel]:
+    model = DraftModel(engine, toy_manifest(), ThreadPoolExecutor(1))
+    yield model
+    model.close()
+    model.close()
+
+
+def begun(model: DraftModel, prompt: list[int], sampling: Sampling | None = None) -> ModelDraft:
+    draft = model.draft(CONTEXT)
+    draft.begin(prompt, sampling or Sampling())
+    return draft
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=3, repetition_penalty=1.3)])
+def test_it_guesses_what_the_model_itself_would_say(model: DraftModel, sampling: Sampling) -> None:
+    expected = plain_text(ToyEngine(TOY), PROMPT, 7, sampling)
+
+    async def test() -> None:
+        draft = begun(model, PROMPT, sampling)
+        said = await draft.propose(3)
+        draft.accept(3, None)
+        assert [*said, *await draft.propose(4)] == expected
+
+    in_loop(test)()
+
+
+def test_its_cache_is_rewound_and_never_filled_again(model: DraftModel, engine: Watched) -> None:
+    expected = plain_text(ToyEngine(TOY), [*PROMPT, 1, 2, 3], 1)
+
+    async def test() -> None:
+        draft = begun(model, PROMPT)
+        await draft.propose(4)
+        draft.accept(2, 60)
+        await draft.propose(2)
+        assert [(step.start, len(step.tokens)) for step in engine.steps] == [
+            (0, 4),
+            (4, 1),
+            (5, 1),
+            (6, 1),
+            (6, 1),
+            (7, 1),
+        ]
+        draft.accept(2, 61)
+        draft.begin([*PROMPT, 1, 2, 3], Sampling())
+        before = len(engine.steps)
+        guesses = await draft.propose(1)
+        assert engine.steps[before].start == len(PROMPT)
+        assert guesses == expected
+
+    in_loop(test)()
+
+
+def test_the_loop_never_computes(model: DraftModel, engine: Watched) -> None:
+    asyncio.run(begun(model, PROMPT).propose(2))
+    assert threading.get_ident() not in engine.threads
+    assert len(engine.threads) == 1
+
+
+def test_a_guess_that_was_given_up_is_rewound(model: DraftModel, engine: Watched) -> None:
+    expected = plain_text(ToyEngine(TOY), [*PROMPT, 33], 2)
+
+    async def test() -> None:
+        engine._gate = threading.Event()
+        draft = begun(model, PROMPT)
+        task = asyncio.create_task(draft.propose(5))
+        await until(lambda: bool(engine.steps))
+        task.cancel()
+        draft.accept(0, 33)
+        engine._gate.set()
+        await asyncio.wait({task})
+        assert await draft.propose(2) == expected
+
+    in_loop(test)()
+
+
+def test_a_long_prompt_is_read_in_chunks(model: DraftModel, engine: Watched) -> None:
+    prompt = [int(i) for i in np.random.default_rng(1).integers(0, VOCAB, CONTEXT)]
+    model._manifest.__dict__["context_length"] = 1000
+    draft = model.draft(600)
+    draft.begin([*prompt, *prompt], Sampling())
+    asyncio.run(draft.propose(1))
+    assert [len(step.tokens) for step in engine.steps] == [256, 256]
+
+
+def test_beyond_its_context_it_is_silent(model: DraftModel) -> None:
+    async def test() -> None:
+        draft = model.draft(6)
+        draft.begin(PROMPT, Sampling())
+        assert len(await draft.propose(9)) == 3  # two more positions, and a token that needs none
+        assert await draft.propose(1) == []
+
+    in_loop(test)()
+
+
+def test_a_device_that_fails_says_so_and_a_closed_draft_begins_anew(model: DraftModel, engine: Watched) -> None:
+    expected = plain_text(ToyEngine(TOY), PROMPT, 1)
+
+    async def test() -> None:
+        draft = begun(model, PROMPT)
+        engine.broken = EngineError("no device")
+        with pytest.raises(EngineError, match="no device"):
+            await draft.propose(1)
+        engine.broken = None
+        draft.close()
+        draft.close()
+        assert await draft.propose(1) == expected
+        draft.close()
+        await model.run(lambda _: None)
+        assert engine.sessions == {}
+
+    in_loop(test)()
+
+
+@pytest.mark.parametrize("k", [1, 4, None])
+def test_a_target_that_draws_like_its_draft_accepts_everything(model: DraftModel, k: int | None) -> None:
+    """The random number of a position is the same for both: no guess of an equal model is ever wrong."""
+    sampling = Sampling(temperature=1.3, top_p=0.9, seed=8)
+    pipeline = EnginePipeline(ToyEngine(TOY), 60)
+    draft = model.draft(CONTEXT)
+    said, speculation = asyncio.run(write(pipeline, PROMPT, 30, draft, sampling=sampling, k=k))
+    assert said == plain_text(ToyEngine(TOY), PROMPT, 30, sampling)
+    report = speculation.report()
+    assert report is not None
+    assert report.accepted == report.proposed or report.proposed - report.accepted <= 4  # at the end of the text
+    draft.close()
+
+
+# -- which draft
+
+
+def test_another_vocabulary_is_refused() -> None:
+    target, small = toy_manifest(), toy_manifest(2, name="small")
+    check_same_vocabulary(small, target)
+    other = {**small.parts, TOKENIZER: small.parts[EMBED]}
+    with pytest.raises(ConfigError, match="small cannot draft for toy: its tokenizer is another"):
+        check_same_vocabulary(replace(small, parts=other), target)
+    with pytest.raises(ConfigError, match="another"):
+        check_same_vocabulary(replace(small, vocab_size=5), target)
+
+
+def test_a_package_is_loaded_once_and_drafts_for_its_family(tiny_packages: Mapping[str, Path], tmp_path: Path) -> None:
+    target = load_manifest(tiny_packages["llama"])
+    events: list[Event] = []
+    config = ClientConfig(draft_package=tiny_packages["qwen3"], cache_dir=tmp_path)
+
+    async def test() -> None:
+        drafts = Drafts(target, config=config, on_event=events.append, clock=lambda: 0.0)
+        session = SessionDrafts(drafts, config, max_tokens=32, clock=lambda: 0.0)
+        auto = await session.guesser(GenerationConfig())
+        named = await session.guesser(GenerationConfig(draft=str(tiny_packages["qwen3"]), num_assistant_tokens=2))
+        assert auto is not None
+        assert named is not None
+        assert auto.draft is named.draft  # one cache
+        assert auto.tuner is not named.tuner
+        assert await session.guesser(GenerationConfig()) is auto
+        assert [event.text for event in events] == ["loading the draft qwen3"]
+        auto.draft.begin([5, 6, 7], Sampling())
+        assert len(await auto.draft.propose(3)) == 3
+        look_up = await session.guesser(GenerationConfig(draft="ngram"))
+        assert look_up is not None
+        assert look_up.draft.name == "ngram"
+        assert await session.guesser(GenerationConfig(draft="off")) is None
+        assert await session.guesser(GenerationConfig(num_assistant_tokens=0)) is None
+        with pytest.raises(ConfigError, match="no model package is there"):
+            await session.guesser(GenerationConfig(draft="nowhere"))
+        with pytest.raises(PackageError):
+            await session.guesser(GenerationConfig(draft=tmp_path / "none"))
+        session.close()
+        await drafts.close()
+        await drafts.close()
+
+    in_loop(test)()

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import itertools
+
+from client.tuner import Prior, Tuner
+from tests.client.test_metrics import answer
+
+PRIOR = Prior(chance=0.6, draft_s=0.0001)
+
+
+def taught(tuner: Tuner) -> Tuner:
+    """It has seen a prompt of 8 tokens and a step of one, both of 5 ms on the hops and 5 ms elsewhere."""
+    tuner.answered(answer(1.0, tokens=8))
+    tuner.answered(answer(1.1))
+    return tuner
+
+
+def verdicts(tuner: Tuner, right: int, compared: int, times: int) -> None:
+    for _ in range(times):
+        tuner.judged(right, compared, corrected=right < compared)
+        tuner.retune(right + 1)
+
+
+def test_nothing_is_guessed_before_the_time_of_a_step_is_known() -> None:
+    tuner = Tuner(PRIOR, free_guesses=False)
+    tuner.answered(answer(1.0, tokens=8))
+    tuner.retune(1)
+    assert (tuner.costs, tuner.window.k, tuner.without()) == (None, 0, 0.0)
+    taught(tuner).retune(1)
+    assert tuner.window.k > 0
+    assert tuner.without() > 0
+
+
+def test_it_guesses_more_where_more_was_right_and_nothing_where_nothing_was() -> None:
+    good, bad = taught(Tuner(PRIOR, free_guesses=True)), taught(Tuner(PRIOR, free_guesses=True))
+    verdicts(good, 4, 4, 30)
+    verdicts(bad, 0, 4, 30)
+    assert good.window.k > 4
+    assert good.verdict() == ""
+    good.judged(0, 1, corrected=True)
+    # the hops of this test take as long for eight tokens as for one: only what is never right is not worth a try
+    assert next(bad.chances.after(0)) < 0.1
+    assert next(good.chances.after(9)) > 0.9
+
+
+def test_a_guess_after_many_right_ones_has_its_own_chance() -> None:
+    tuner = Tuner(PRIOR, free_guesses=True)
+    for _ in range(40):
+        tuner.judged(3, 4, corrected=True)  # three right, then one wrong, each time
+    chances = list(itertools.islice(tuner.chances.after(0), 4))
+    assert min(chances[:3]) > 0.8
+    assert chances[3] < 0.3
+
+
+def test_a_draft_that_takes_too_long_is_switched_off_and_says_why() -> None:
+    tuner = taught(Tuner(PRIOR, free_guesses=False))
+    for _ in range(30):
+        tuner.drafted(1, 0.050)
+    verdicts(tuner, 0, 1, 3)
+    assert tuner.window.k == 0
+    assert not tuner.guesses
+    assert "of the guesses were right: 3 of them would take 15" in tuner.verdict()
+    verdicts(tuner, 0, 0, 200)
+    assert tuner.window.k == 0  # the best draft would not do at this price
+
+
+def test_a_draft_that_was_wrong_is_tried_again_and_less_and_less() -> None:
+    tuner = taught(Tuner(Prior(chance=0.05, draft_s=0.002), free_guesses=False))
+    used = []
+    for _ in range(600):
+        tuner.judged(0, 1 if tuner.window.k else 0, corrected=True)
+        tuner.retune(1)
+        used.append(tuner.window.k)
+    trials = [place for place in range(1, len(used)) if used[place] and not used[place - 1]]
+    assert 2 <= len(trials) <= 5
+    gaps = [b - a for a, b in itertools.pairwise(trials)]
+    assert gaps == sorted(gaps)
+
+
+def test_what_is_fixed_is_not_tuned() -> None:
+    tuner = taught(Tuner(PRIOR, free_guesses=True, k=5, depth=2))
+    verdicts(tuner, 0, 5, 20)
+    assert (tuner.window.k, tuner.window.depth) == (5, 2)
+    none = Tuner(PRIOR, free_guesses=True, k=0)
+    assert not none.guesses
+
+
+def test_another_route_has_other_costs() -> None:
+    tuner = taught(Tuner(PRIOR, free_guesses=True))
+    tuner.forget_route()
+    assert tuner.costs is None
