@@ -325,6 +325,9 @@ class Circuit:
             raise RemoteProtocolError(f"peer {hop.name} sent a token outside the vocabulary of {self._vocab_size}")
         if len(output.ids) and (output.logprobs is None) != (flight.forward.sampling.logprobs is None):
             raise RemoteProtocolError(f"peer {hop.name} answered with other log-probabilities than asked for")
+        wanted = (len(output.ids), self._vocab_size) if flight.forward.sampling.logits and len(output.ids) else None
+        if (None if output.logits is None else output.logits.shape) != wanted:
+            raise RemoteProtocolError(f"peer {hop.name} answered with other logits than asked for")
         for step in (*earlier, output.step):
             del self._flights[step]
         now = self._clock()

@@ -16,9 +16,9 @@ from swarm.errors import ConfigError
 from swarm.folders import cache_folder
 from swarm.sampling import Sampling
 from swarm.wire.messages import MAX_STEP_TOKENS
+from swarm.wire.tensors import HIDDEN_DTYPES
 
 _MAX_STOPS = 64
-_DTYPES = ("f32", "f16", "bf16")
 AUTO, NGRAM, OFF = "auto", "ngram", "off"
 """What `draft` can be beside a model package's directory."""
 
@@ -49,7 +49,8 @@ class GenerationConfig(_Named):
     `stop_token_ids`, the first of `stop_strings` in the text (none of these appears in the text), after
     `max_new_tokens`, or at the end of the model's context. `repetition_penalty` weighs prompt and answer;
     `presence_penalty`, `frequency_penalty` and `logit_bias` (token id to what is added to its score) are OpenAI's.
-    `logprobs` asks for the chosen token's log-probability and that many of the likeliest.
+    `logprobs` asks for the chosen token's log-probability and that many of the likeliest; `logits`, `f16` or `f32`, for
+    all that the model gave for each token: they come in `Piece.logprobs`, and many bytes with them.
 
     `draft` guesses tokens that the peers then check, several a trip: `ngram` looks them up in prompt and answer (the
     latest `max_ngram_size` tokens or fewer), a model package's directory names a small model with the same tokenizer,
@@ -76,6 +77,7 @@ class GenerationConfig(_Named):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    logits: str = ""
     draft: str | Path = AUTO
     num_assistant_tokens: int | None = None
     max_ngram_size: int = 3
@@ -132,6 +134,7 @@ class GenerationConfig(_Named):
             answer_start=answer_start if self.presence_penalty or self.frequency_penalty else 0,
             seed=rng.getrandbits(62) if self.seed is None else self.seed,
             logprobs=self.logprobs,
+            logits=self.logits,
         )
         if self.samples:
             return given
@@ -193,8 +196,8 @@ class ClientConfig(_Named):
         _whole("chat_tokens", self.chat_tokens, 2, 1 << 31)
         _whole("max_repairs", self.max_repairs, 0, 1 << 20)
         _whole("draft_threads", self.draft_threads, 0, 4096)
-        if self.dtype not in _DTYPES:
-            raise ConfigError(f"dtype is {self.dtype!r}; it must be {', '.join(_DTYPES)}")
+        if self.dtype not in HIDDEN_DTYPES:
+            raise ConfigError(f"dtype is {self.dtype!r}; it must be {', '.join(HIDDEN_DTYPES)}")
         if self.numerics is not None and not isinstance(self.numerics, Numerics):
             raise ConfigError(f"numerics is {self.numerics!r}; it must be Numerics(inference=..., kv=...)")
         for entry in fields(self):

@@ -27,10 +27,10 @@ from swarm.peers import find_peers
 from swarm.records import LEAVING, Link, PeerRecord
 from swarm.routes import Plan, RouteRequest
 from swarm.routing import choose_route, replan
+from swarm.wire.tensors import WIRE_SIZES
 
 _APART_S = 60.0
 _NO_WAY = Link(rtt_s=math.inf)
-_WIDTH = {"f32": 4, "f16": 2, "bf16": 2}
 
 
 class Planner:
@@ -165,7 +165,7 @@ class Planner:
     def _request(self, kv_tokens: int, prompt_tokens: int) -> RouteRequest:
         return RouteRequest(
             layers=len(self._manifest.layers),
-            hidden_bytes=self._manifest.hidden_size * _WIDTH[self._config.dtype],
+            hidden_bytes=self._manifest.hidden_size * WIRE_SIZES[self._config.dtype],
             kv_tokens=kv_tokens,
             prompt_tokens=prompt_tokens,
             numerics=self._config.numerics,

@@ -32,7 +32,7 @@ from swarm.wire.messages import MAX_STEP_ROWS
 
 @dataclass(frozen=True)
 class Given:
-    """What a trip gave: the tokens that follow, and their log-probabilities where they were asked for."""
+    """What a trip gave: the tokens that follow, and with each what was asked for beside it."""
 
     tokens: tuple[int, ...]
     choices: tuple[Choice, ...]
@@ -94,7 +94,7 @@ class Speculation:
         self._proposed = self._accepted = self._trips = 0
         self._windows: list[tuple[int, int, int]] = []
         if guesser is not None:
-            guesser.draft.begin(known, dataclasses.replace(sampling, logprobs=None))
+            guesser.draft.begin(known, dataclasses.replace(sampling, logprobs=None, logits=""))
             guesser.tuner.streak = 0
 
     async def next(self) -> Given:
@@ -274,15 +274,17 @@ _UNSENT = 4
 
 
 def _choices(answer: Answer, count: int) -> tuple[Choice, ...]:
-    """The log-probabilities of the first `count` tokens, where they were asked for."""
+    """The log-probabilities and logits of the first `count` tokens, where they were asked for."""
     output = answer.output
-    if output.logprobs is None:
+    if output.logprobs is None and output.logits is None:
         return ()
-    tops: list[tuple[tuple[int, float], ...]] = [()] * count
-    if output.top_ids is not None and output.top_logprobs is not None:
-        tops = [
-            tuple((int(i), float(p)) for i, p in zip(ids, logprobs, strict=True))
-            for ids, logprobs in zip(output.top_ids[:count].tolist(), output.top_logprobs[:count].tolist(), strict=True)
-        ]
-    pairs = zip(output.ids[:count].tolist(), output.logprobs[:count].tolist(), tops, strict=True)
-    return tuple(Choice(token=token, logprob=logprob, top=top) for token, logprob, top in pairs)
+    choices = []
+    for place, token in enumerate(output.ids[:count].tolist()):
+        top: tuple[tuple[int, float], ...] = ()
+        if output.top_ids is not None and output.top_logprobs is not None:
+            pairs = zip(output.top_ids[place].tolist(), output.top_logprobs[place].tolist(), strict=True)
+            top = tuple((int(i), float(p)) for i, p in pairs)
+        logprob = None if output.logprobs is None else float(output.logprobs[place])
+        logits = None if output.logits is None else output.logits[place]
+        choices.append(Choice(token=token, logprob=logprob, top=top, logits=logits))
+    return tuple(choices)

@@ -242,16 +242,20 @@ class Lane:
 
 def _output(forward: Forward, choices: tuple[Choice, ...], trace: tuple[HopTrace, ...]) -> Output:
     wanted = forward.sampling.logprobs
-    logprobs = top_ids = top_logprobs = None
+    logprobs = top_ids = top_logprobs = logits = None
     if wanted is not None:
         logprobs = np.array([choice.logprob for choice in choices], np.float32)
     if wanted:
         pairs = np.array([choice.top for choice in choices], np.float64).reshape(len(choices), -1, 2)
         top_ids, top_logprobs = pairs[..., 0].astype(np.int32), pairs[..., 1].astype(np.float32)
+    if forward.sampling.logits and choices:
+        logits = np.stack([choice.logits for choice in choices])  # type: ignore[misc]  # asked for, so they are there
     return Output(
         session=forward.session,
         epoch=forward.epoch,
         step=forward.step,
+        logits=logits,
+        logits_dtype=forward.sampling.logits or "f32",
         ids=np.array([choice.token for choice in choices], np.int32),
         logprobs=logprobs,
         top_ids=top_ids,

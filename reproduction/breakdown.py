@@ -59,7 +59,7 @@ def run(say: Say) -> Report:
 
 
 async def _runs(digest: str, addresses: list[str], say: Say) -> list[Metrics]:
-    config = GenerationConfig(max_new_tokens=TOKENS, ignore_eos=True)
+    config = GenerationConfig(max_new_tokens=TOKENS, ignore_eos=True, draft="off")
     runs = []
     async with await SwarmClient.connect(digest, initial_peers=addresses) as client:
         for round_ in range(ROUNDS + 1):

@@ -29,7 +29,7 @@ def run(say: Say) -> Report:
     spans = even(model, 2)
     with on_core(CORES[0]):
         in_process = chain(model, spans, "accuracy", 1)
-    config = GenerationConfig(max_new_tokens=TOKENS, ignore_eos=True)
+    config = GenerationConfig(max_new_tokens=TOKENS, ignore_eos=True, draft="off")
     replies: list[Reply] = []
     with loops.runner() as runner, pinned_swarm(model, spans) as swarm:
         client = runner.run(SwarmClient.connect(model.manifest.digest, initial_peers=swarm.addresses))

@@ -96,7 +96,7 @@ def _resident(model: Model, spans: list[LayerRange]) -> list[int]:
 
 async def _generate(model: Model, swarm: LocalSwarm) -> None:
     async with await SwarmClient.connect(model.manifest.digest, initial_peers=swarm.addresses) as client:
-        config = GenerationConfig(max_new_tokens=TOKENS - 64, ignore_eos=True)
+        config = GenerationConfig(max_new_tokens=TOKENS - 64, ignore_eos=True, draft="off")
         async for _ in client.generate("Tell me about the sea.", config):
             pass
 

@@ -9,7 +9,7 @@ layout of peers, after a repair, and with or without drafts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from swarm.errors import BadStep, ConfigError
 
 MAX_LOGPROBS = 64
 MAX_LOGIT_BIAS = 300
+LOGITS = ("", "f16", "f32")
 # sorting a whole vocabulary takes milliseconds, and top-p mostly ends within its first hundreds
 _FIRST = 256
 _GROWTH = 8
@@ -30,7 +31,8 @@ class Sampling:
     """How a token is chosen; names and meaning as in Hugging Face's GenerationConfig.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 switch the filter
-    off. `logprobs` asks for that many of the likeliest tokens beside the chosen one.
+    off. `logprobs` asks for that many of the likeliest tokens beside the chosen one, `logits` (`f16` or `f32`) for
+    all that the model gave for a position: 4 or 2 bytes for each token that there is.
 
     As in OpenAI's API: `presence_penalty` is subtracted from the score of each token that the answer has already,
     `frequency_penalty` for each time that it has it; the answer begins at position `answer_start`. `logit_bias`
@@ -51,6 +53,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     answer_start: int = 0
+    logits: str = ""
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, 0.0, 100.0)
@@ -65,6 +68,8 @@ class Sampling:
         _check_integer("seed", self.seed, 0, (1 << 63) - 1)
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.logits not in LOGITS:
+            raise ConfigError(f"logits is {self.logits!r}; it must be f16 or f32, or empty for none")
 
     @property
     def greedy(self) -> bool:
@@ -87,7 +92,8 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A chosen token. `logprob` and `top` (id, logprob; likeliest first) only where they were asked for.
+    """A chosen token. `logprob` and `top` (id, logprob; likeliest first), and `logits` [vocab] float32, only where they
+    were asked for.
 
     Log-probabilities are the model's own: before temperature, penalty and filters.
     """
@@ -95,6 +101,7 @@ class Choice:
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    logits: NDArray[np.float32] | None = field(default=None, compare=False, repr=False)
 
 
 def choose(
@@ -106,11 +113,13 @@ def choose(
     """
     scores = _weigh(logits, sampling, _NO_IDS if history is None else history)
     token = int(scores.argmax()) if sampling.greedy else _draw(scores, sampling, position)
+    kept = logits if sampling.logits else None
     if sampling.logprobs is None:
-        return Choice(token=token)
+        return Choice(token=token, logits=kept)
     logprobs = _log_softmax(logits)
     best = _likeliest(logprobs, sampling.logprobs) if sampling.logprobs else ()
-    return Choice(token=token, logprob=float(logprobs[token]), top=tuple((int(i), float(logprobs[i])) for i in best))
+    top = tuple((int(i), float(logprobs[i])) for i in best)
+    return Choice(token=token, logprob=float(logprobs[token]), top=top, logits=kept)
 
 
 def probabilities(

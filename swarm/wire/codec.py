@@ -99,25 +99,26 @@ class _Details:
 
 
 class _Tensor:
-    """The shape in the header, the numbers in the payload. `dtype` "" means the message's own."""
+    """The shape in the header, the numbers in the payload. `dtype` "" means the message's own, in its field `said`."""
 
-    def __init__(self, dtype: str, *, optional: bool = True) -> None:
+    def __init__(self, dtype: str, *, optional: bool = True, said: str = "dtype") -> None:
         self._dtype = dtype
         self._optional = optional
+        self._said = said
 
     def write(self, value: Any, message: Message, payload: list[Buffer]) -> Plain:
         if value is None:
             return None
-        payload.append(to_bytes(value, self._dtype or vars(message)["dtype"]))
+        payload.append(to_bytes(value, self._dtype or vars(message)[self._said]))
         return value.shape
 
     def read(self, name: str, plain: Mapping[str, Plain], payload: _Payload) -> Any:
         shape = plain[name]
         if shape is None and self._optional:
             return None
-        dtype = self._dtype or plain.get("dtype", "f32")
+        dtype = self._dtype or plain.get(self._said, "f32")
         if type(dtype) is not str or dtype not in WIRE_SIZES:
-            raise _wrong("dtype", dtype)
+            raise _wrong(self._said, dtype)
         count = byte_count(dtype, shape, name, payload.left)
         return from_bytes(payload.take(count, name), dtype, shape)
 
@@ -203,6 +204,7 @@ _FORMS: Mapping[str, _Form] = {
     "Ids | None": _Tensor("i32"),
     "Floats | None": _Tensor("f32"),
     "Hidden | None": _Tensor(""),
+    "Logits | None": _Tensor("", said="logits_dtype"),
     "Bulk": _Bulk(),
     "tuple[Bulk, ...]": _Bulks(),
 }

@@ -40,6 +40,7 @@ from numpy.typing import NDArray
 
 from swarm.errors import LocalProtocolError
 from swarm.sampling import MAX_LOGPROBS, Sampling
+from swarm.wire.tensors import HIDDEN_DTYPES
 
 PROTOCOL_VERSION = 1
 MAX_STEP_TOKENS = 2048
@@ -57,6 +58,8 @@ Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Hidden = NDArray[np.float32]
 """On the wire in the `dtype` of its message."""
+Logits = NDArray[np.float32]
+"""On the wire in the `logits_dtype` of its message."""
 Bulk = bytes
 """Travels as payload, not in the header. Whoever sends may give any buffer of bytes."""
 Scalar = int | float | str
@@ -131,7 +134,7 @@ class OpenSession(Message):
     """Reserve KV cache for `max_tokens` positions over layers `first`:`last` of the peer's span.
 
     `secret` (16 ... 64 bytes) is what the hop before must show. `dtype` is how hidden states leave this
-    hop: f32, f16 or bf16. Opening a session again, by who opened it, forgets what is cached, keeps the
+    hop: f32, f16, bf16 or int8. Opening a session again, by who opened it, forgets what is cached, keeps the
     reservation and starts `epoch`.
     """
 
@@ -150,7 +153,7 @@ class OpenSession(Message):
         self._session()
         check(isinstance(self.secret, bytes) and 16 <= len(self.secret) <= 64, self, "secret")
         check(self.first < self.last, self, "last")
-        check(self.dtype in ("f32", "f16", "bf16"), self, "dtype")
+        check(self.dtype in HIDDEN_DTYPES, self, "dtype")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +278,7 @@ class Forward(Message):
         self._session()
         check(is_array(self.tokens, np.int32, 1) and 0 < len(self.tokens) <= MAX_STEP_TOKENS, self, "tokens")
         check(self.rows <= min(len(self.tokens), MAX_STEP_ROWS), self, "rows")
-        check(self.dtype in ("f32", "f16", "bf16"), self, "dtype")
+        check(self.dtype in HIDDEN_DTYPES, self, "dtype")
         if self.hidden is not None:
             check(is_array(self.hidden, np.float32, 2) and len(self.hidden) == len(self.tokens), self, "hidden")
             check(self.hidden.shape[1] > 0, self, "hidden")
@@ -289,6 +292,7 @@ class Output(Message):
 
     `ids` [rows] int32: the token chosen for the position after each of the last `rows` positions.
     `logprobs` [rows] float32 and `top_ids`, `top_logprobs` [rows, k] only where they were asked for.
+    `logits` [rows, vocab_size] in `logits_dtype` (f16 or f32), only where they were asked for.
     `hidden` [n, hidden_size] only from a hop that is linked to the client.
     """
 
@@ -300,6 +304,8 @@ class Output(Message):
     logprobs: Floats | None = None
     top_ids: Ids | None = None
     top_logprobs: Floats | None = None
+    logits: Logits | None = None
+    logits_dtype: str = "f32"
     hidden: Hidden | None = None
     dtype: str = "f32"
     trace: tuple[HopTrace, ...] = ()
@@ -317,10 +323,13 @@ class Output(Message):
         if self.top_logprobs is not None:
             check(is_array(self.top_logprobs, np.float32, 2) and self.top_ids is not None, self, "top_logprobs")
             check(self.top_ids is not None and self.top_logprobs.shape == self.top_ids.shape, self, "top_logprobs")
+        check(self.logits_dtype in ("f16", "f32"), self, "logits_dtype")
+        if self.logits is not None:
+            check(is_array(self.logits, np.float32, 2) and len(self.logits) == rows, self, "logits")
         if self.hidden is not None:
             check(is_array(self.hidden, np.float32, 2) and 0 < len(self.hidden) <= MAX_STEP_TOKENS, self, "hidden")
             check(self.hidden.shape[1] > 0, self, "hidden")
-        check(self.dtype in ("f32", "f16", "bf16"), self, "dtype")
+        check(self.dtype in HIDDEN_DTYPES, self, "dtype")
         check(len(self.trace) <= MAX_HOPS, self, "trace")
 
 

@@ -7,6 +7,8 @@ on wire   in memory
 `f32`     float32    no copy either way
 `f16`     float32    half the bytes; values beyond 65,504 are refused
 `bf16`    float32    half the bytes; rounded to the nearest, ties to even
+`int8`    float32    a quarter, and 4 bytes a row (the last dimension): its
+                     scale in f32, then whole numbers -127 ... 127 of it
 ========  =========  ==================================================
 """
 
@@ -19,7 +21,10 @@ from numpy.typing import NDArray
 
 from swarm.errors import LocalProtocolError, RemoteProtocolError
 
-WIRE_SIZES = {"i32": 4, "f32": 4, "f16": 2, "bf16": 2}
+WIRE_SIZES = {"i32": 4, "f32": 4, "f16": 2, "bf16": 2, "int8": 1}
+"""Bytes of a number, without `int8`'s scales."""
+HIDDEN_DTYPES = ("f32", "f16", "bf16", "int8")
+"""How hidden states may travel."""
 MAX_DIMENSIONS = 4
 _MAX_LENGTH = 1 << 31
 _STORED: dict[str, np.dtype[Any]] = {
@@ -29,6 +34,8 @@ _STORED: dict[str, np.dtype[Any]] = {
     "bf16": np.dtype("<u2"),
 }
 _F16_LARGEST = 65504.0
+_SCALE_BYTES = 4
+_INT8_LARGEST = 127
 
 
 def byte_count(dtype: str, shape: object, name: str, limit: int) -> int:
@@ -40,6 +47,8 @@ def byte_count(dtype: str, shape: object, name: str, limit: int) -> int:
         if type(length) is not int or not 0 <= length < _MAX_LENGTH:
             raise RemoteProtocolError(f"{name}: its shape has a length that is none")
         count *= length
+    if dtype == "int8" and count:
+        count += _SCALE_BYTES * (count // shape[-1])
     if count > limit:
         raise RemoteProtocolError(f"{name} of shape {list(shape)} needs {count} bytes where {limit} are left")
     return count
@@ -48,7 +57,9 @@ def byte_count(dtype: str, shape: object, name: str, limit: int) -> int:
 def to_bytes(array: NDArray[Any], dtype: str, name: str = "tensor") -> memoryview:
     """The bytes of `array` as `dtype`: a view of the array itself for f32 and i32."""
     stored: NDArray[Any]
-    if dtype == "bf16":
+    if dtype == "int8":
+        stored = _to_int8(array, name)
+    elif dtype == "bf16":
         stored = _to_bf16(array)
     elif dtype == "f16":
         stored = _to_f16(array, name)
@@ -64,12 +75,36 @@ def from_bytes(view: memoryview, dtype: str, shape: tuple[int, ...]) -> NDArray[
     """
     if not len(view):
         return np.empty(shape, np.int32 if dtype == "i32" else np.float32)
+    if dtype == "int8":
+        return _from_int8(view, shape)
     stored: NDArray[Any] = np.frombuffer(view, _STORED[dtype]).reshape(shape)
     if dtype == "bf16":
         stored = stored.astype(np.uint32)
         stored <<= 16
         return stored.view(np.float32)
     return np.asarray(stored, np.float32) if dtype == "f16" else stored
+
+
+def _to_int8(array: NDArray[np.float32], name: str) -> NDArray[np.uint8]:
+    rows = np.ascontiguousarray(array, np.float32).reshape(-1, array.shape[-1] if array.size else 1)
+    largest = np.abs(rows).max(axis=1, initial=0.0, keepdims=True)
+    if not np.isfinite(largest).all():
+        raise LocalProtocolError(f"{name} has numbers that are not finite, which int8 has no word for")
+    scales = (largest / _INT8_LARGEST).astype("<f4")
+    stored = np.empty((len(rows), _SCALE_BYTES + rows.shape[1]), np.uint8)
+    stored[:, :_SCALE_BYTES] = scales.view(np.uint8)
+    # a row of zeros has the scale 0; so has one whose scale is too small for f32
+    whole = np.rint(rows / np.where(scales > 0, scales, 1.0)).clip(-_INT8_LARGEST, _INT8_LARGEST)
+    stored[:, _SCALE_BYTES:] = whole.astype(np.int8).view(np.uint8)
+    return stored
+
+
+def _from_int8(view: memoryview, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    stored = np.frombuffer(view, np.uint8).reshape(-1, _SCALE_BYTES + shape[-1])
+    scales = np.ascontiguousarray(stored[:, :_SCALE_BYTES]).view("<f4")
+    with np.errstate(over="ignore", invalid="ignore"):  # another machine's scale: the engine refuses what is no number
+        values: NDArray[np.float32] = stored[:, _SCALE_BYTES:].view(np.int8) * scales
+    return values.reshape(shape)
 
 
 def _to_f16(array: NDArray[np.float32], name: str) -> NDArray[np.float16]:

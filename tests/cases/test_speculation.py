@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from client import GenerationConfig, SwarmClient
-from client.generate import Reply
+from client.generate import Reply, collect
 from swarm.localswarm import LocalSwarm
 from tests.cases.conftest import ChatIds
 from tests.conftest import GreedyReference
@@ -56,6 +56,20 @@ def test_no_draft_changes_a_greedy_or_a_sampled_text(
             assert guessing.tokens_a_trip > 2
             # an equal model that draws with the same numbers is wrong at most where the text ends
             assert guessing.accepted >= 0.8 * guessing.proposed
+
+
+def test_all_logits_come_where_they_are_asked_for(standing_swarm: LocalSwarm, smollm2_package: Path) -> None:
+    async def ask(kind: str) -> Reply:
+        async with await SwarmClient.connect(smollm2_package, initial_peers=standing_swarm.addresses) as client:
+            return await collect(client.generate(PROMPTS[0], GenerationConfig(max_new_tokens=5, logits=kind)))
+
+    for kind in ("f16", "f32"):
+        reply = asyncio.run(ask(kind))
+        assert len(reply.logprobs) == len(reply.token_ids)
+        for choice, token in zip(reply.logprobs, reply.token_ids, strict=True):
+            assert choice.logits is not None
+            assert choice.logits.shape == (49_152,)
+            assert int(choice.logits.argmax()) == token
 
 
 def test_a_command_says_how_guessing_went(standing_swarm: LocalSwarm, smollm2_package: Path) -> None:

@@ -19,7 +19,7 @@ names = st.text("0123456789abcdefxyzABC_.:/#[]-", max_size=40)
 sessions = st.text("0123456789abcdef-_.", min_size=8, max_size=64)
 texts = st.text(max_size=40)
 secrets = st.binary(max_size=64)
-dtypes = st.sampled_from(["f32", "f16", "bf16"])
+dtypes = st.sampled_from(["f32", "f16", "bf16", "int8"])
 scalars = st.one_of(st.integers(-(1 << 60), 1 << 60), finite, texts)
 
 samplings = st.builds(
@@ -60,7 +60,15 @@ def floats(shape: Any, dtype: str = "f32") -> st.SearchStrategy[m.Floats]:
         return hnp.arrays(np.uint16, shape).map(_from_bf16)
     if dtype == "f16":
         return hnp.arrays(np.float16, shape).map(lambda half: half.astype(np.float32))
+    if dtype == "int8":
+        return hnp.arrays(np.int8, shape, elements=st.integers(-127, 127)).map(_of_scale_one)
     return hnp.arrays(np.float32, shape)
+
+
+def _of_scale_one(whole: Any) -> m.Floats:
+    values = whole.astype(np.float32)
+    values[..., :1] = 127
+    return values
 
 
 def _from_bf16(bits: Any) -> m.Floats:
@@ -96,6 +104,8 @@ def outputs(draw: st.DrawFn) -> m.Output:
         logprobs=draw(st.none() | floats(rows)),
         top_ids=None if top is None else draw(ids((rows, top))),
         top_logprobs=None if top is None else draw(floats((rows, top))),
+        logits=draw(st.none() | floats((rows, 5), "f16")),
+        logits_dtype=draw(st.sampled_from(["f16", "f32"])),
         hidden=draw(st.none() | floats((draw(st.integers(1, 4)), 3), dtype)),
         dtype=dtype,
         trace=draw(traces),

@@ -40,6 +40,24 @@ def test_f16_is_numpys_own_rounding(array: Any) -> None:
     assert np.array_equal(there_and_back(array, "f16"), array.astype(np.float16).astype(np.float32))
 
 
+@given(hnp.arrays(np.float32, shapes, elements=st.floats(-(2.0**100), 2.0**100, width=32)))
+def test_int8_errs_by_half_a_step_of_the_rows_scale(array: Any) -> None:
+    back = there_and_back(array, "int8")
+    assert back.dtype == np.float32
+    assert back.shape == array.shape
+    if array.size:
+        largest = np.abs(array).max(axis=-1, keepdims=True)
+        assert (np.abs(back - array) <= largest / 127 * 0.5001 + 1e-40).all()
+
+
+def test_int8_says_what_it_cannot_hold() -> None:
+    with pytest.raises(LocalProtocolError, match="hidden has numbers that are not finite"):
+        to_bytes(np.array([[1.0, np.inf]], np.float32), "int8", "hidden")
+    # a scale that another machine made up is no error here: what comes of it is looked at before it is used
+    nonsense = bytearray(b"\xff\xff\xff\x7f\x01\x02")
+    assert np.isnan(from_bytes(memoryview(nonsense), "int8", (1, 2))).all()
+
+
 def nearest_bf16(value: float) -> float:
     """By its definition: the nearest of the two neighbours with 16 bits, the even one in the middle."""
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
@@ -105,6 +123,8 @@ def test_a_shape_that_is_none_is_refused(shape: object) -> None:
 def test_no_shape_is_larger_than_its_payload(dtype: str, lengths: list[int]) -> None:
     limit = 1 << 20
     needed = WIRE_SIZES[dtype] * int(np.prod([*map(int, lengths)], dtype=object))
+    if dtype == "int8":
+        needed += 4 * int(np.prod([*map(int, lengths[:-1])], dtype=object)) if needed else 0
     if needed <= limit:
         assert byte_count(dtype, tuple(lengths), "hidden", limit) == needed
     else:
