@@ -383,11 +383,8 @@ class Failure(Message):
         check(isinstance(self.detail, Mapping) and len(self.detail) <= MAX_DETAIL, self, "detail")
         for value in self.detail.values():
             values = value if isinstance(value, (list, tuple)) else (value,)
-            check(
-                len(values) <= MAX_DETAIL_VALUES and all(isinstance(x, (int, float, str)) for x in values),
-                self,
-                "detail",
-            )
+            fits = len(values) <= MAX_DETAIL_VALUES and all(isinstance(x, (int, float, str)) for x in values)
+            check(fits, self, "detail")
 
 
 @dataclass(frozen=True, kw_only=True)
