@@ -14,6 +14,7 @@ _MEMORY = 0.98
 _PRIOR_WEIGHT = 4.0
 # how many guesses in a row were right: the longer, the likelier the next, so each has its own count
 _STREAKS = (0, 1, 2, 3, 4, 6, 9, 14)
+_FEW = 8
 _TRY_AGAIN_TOKENS = 64
 _TRIAL_TRIPS = 6
 _TRIAL = Window(3)
@@ -69,6 +70,7 @@ class Tuner:
         self._free = free_guesses
         self._draft_s = prior.draft_s
         self._ways_s: float | None = None
+        self._decodes = False  # `_ways_s` is not just a prompt's, whose hidden states are large
         self._hops: dict[int, float] = {}
         self._slowest: dict[int, float] = {}
         self._trial_trips = 0
@@ -77,10 +79,14 @@ class Tuner:
 
     @property
     def costs(self) -> Costs | None:
-        """None until a step was answered that was no prompt's."""
+        """None until a step was answered. What a single token takes is not known from a prompt: its share is the least
+        that it can be, and with it each guess more seems as dear as it can be."""
         if self._ways_s is None:
             return None
-        return Costs(self._draft_s, self._ways_s, Curve(self._hops), Curve(self._slowest))
+        if min(self._hops) <= _FEW:
+            return Costs(self._draft_s, self._ways_s, Curve(self._hops), Curve(self._slowest))
+        hops, slowest = ({1: curve[n] / n, **curve} for curve in (self._hops, self._slowest) for n in [min(curve)])
+        return Costs(self._draft_s, self._ways_s, Curve(hops), Curve(slowest))
 
     @property
     def guesses(self) -> bool:
@@ -90,6 +96,7 @@ class Tuner:
     def forget_route(self) -> None:
         """The hops are others now."""
         self._ways_s = None
+        self._decodes = False
         self._hops.clear()
         self._slowest.clear()
 
@@ -102,8 +109,9 @@ class Tuner:
         ways = answer.received_at - answer.sent_at - sum(busy) - sum(hop.queue_s for hop in trace)
         for curve, seconds in ((self._hops, sum(busy)), (self._slowest, max(busy))):
             curve[tokens] = _moved(curve.get(tokens), seconds)
-        if answer.forward.rows == tokens:
-            self._ways_s = _moved(self._ways_s, max(ways, 0.0))
+        if answer.forward.rows == tokens or not self._decodes:
+            self._ways_s = _moved(self._ways_s if self._decodes else None, max(ways, 0.0))
+            self._decodes = answer.forward.rows == tokens
 
     def drafted(self, guesses: int, seconds: float) -> None:
         """So many guesses took so long."""

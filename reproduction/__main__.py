@@ -22,6 +22,13 @@ EXPERIMENTS = {
     "startup": "cold and warm join to announced; generate from process start to first token",
     "gateway_overhead": "1 and 16 streams through the gateway against the Python client directly",
     "gateway_load": "1 ... 64 streams through one gateway: speed of all, and when tokens come",
+    "trim_cost": "rewinding by mask against trimming the state, by cache length",
+    "speculation": "eight kinds of prompts with and without drafts, one process",
+    "speculation_length": "drafts over 128 to 2,048 tokens, and what their rewinds cost the cache",
+    "logits": "top-1, top-n, f16 and f32 logits back, near and far",
+    "activation_format": "hidden states in f32, f16, bf16 and int8 between hops",
+    "k_sweep": "guesses a trip, fixed and adaptive, over three peers at 0, 50 and 100 ms a way",
+    "wan": "one token a trip against drafts and windows under way, two far peers, two users",
     "precision": "accuracy against performance mode: speed, and how often greedy text differs",
 }
 
@@ -35,7 +42,7 @@ def main() -> int:
     console, progress = Console(), Console(stderr=True)
     if options.experiment is None:
         for name, text in EXPERIMENTS.items():
-            console.print(f"{name:16} {text}", highlight=False)
+            console.print(f"{name:18} {text}", highlight=False)
         return 0
     try:
         report: Report = import_module(f"reproduction.{options.experiment}").run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -42,3 +43,32 @@ def smollm2(say: Say) -> Model:
         say("exporting the model package (once)")
         export_package(gguf, package)
     return Model(ir=ir, package=package, manifest=load_manifest(package))
+
+
+def smollm2_f16(say: Say) -> Model:
+    """The same model with f16 weights, the target of experiments in which the 4-bit one drafts."""
+    small = smollm2(say)
+    folder = small.package.parent / "f16"
+    ir, package = folder / "ir", folder / "package"
+    if not (package / MANIFEST).exists():
+        say("exporting the demo model in f16 (once)")
+        _unpack(small, ir)
+        export_package(ir, package, name="smollm2-135m-instruct-f16", force=True)
+    return Model(ir=ir, package=package, manifest=load_manifest(package))
+
+
+def _unpack(small: Model, target: Path) -> None:
+    """Turn 4-bit weights into f16 ones."""
+    import openvino as ov
+    from openvino.passes import ConstantFolding, Manager
+
+    target.mkdir(parents=True, exist_ok=True)
+    for path in small.ir.glob("*tokenizer.*"):
+        (target / path.name).write_bytes(path.read_bytes())
+    config = {"model_type": "llama", "max_position_embeddings": small.manifest.context_length}
+    (target / "config.json").write_text(json.dumps(config))
+    model = ov.Core().read_model(small.ir / "openvino_model.xml")
+    folding = Manager()
+    folding.register_pass(ConstantFolding())
+    folding.run_passes(model)
+    ov.save_model(model, target / "openvino_model.xml", compress_to_fp16=True)

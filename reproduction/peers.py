@@ -16,15 +16,18 @@ CORES = sorted(os.sched_getaffinity(0))
 
 
 @contextmanager
-def pinned_swarm(model: Model, spans: Sequence[LayerRange], *options: str) -> Iterator[LocalSwarm]:
-    """A peer for each span, one thread each; peer i runs on core i (cores are shared if there are fewer)."""
+def pinned_swarm(
+    model: Model, spans: Sequence[LayerRange], *options: str, away: Sequence[str] = ()
+) -> Iterator[LocalSwarm]:
+    """A peer for each span, one thread each; peer i runs on core i (cores are shared if there are fewer). `away` is
+    `far.prefix(...)` where they are to be far away."""
     with (
         tempfile.TemporaryDirectory(prefix="reproduction-") as folder,
         LocalSwarm(Path(folder), options=["--threads", "1", "--grace", "0.5", *options]) as swarm,
     ):
         members: list[Member] = []
         for i, span in enumerate(spans):
-            prefix = ["taskset", "-c", str(CORES[i % len(CORES)])]
+            prefix = ["taskset", "-c", str(CORES[i % len(CORES)]), *away]
             initial = [swarm.members[0].address] if swarm.members else []
             members.append(swarm.join(model.package, span, initial=initial, prefix=prefix))
             if i == 0:

@@ -23,11 +23,15 @@ def verdicts(tuner: Tuner, right: int, compared: int, times: int) -> None:
 
 def test_nothing_is_guessed_before_the_time_of_a_step_is_known() -> None:
     tuner = Tuner(PRIOR, free_guesses=False)
-    tuner.answered(answer(1.0, tokens=8))
     tuner.retune(1)
     assert (tuner.costs, tuner.window.k, tuner.without()) == (None, 0, 0.0)
+    tuner.answered(answer(1.0, tokens=40))
+    # a prompt's token is as much of its time as it can be, and so is a guess
+    assert tuner.costs is not None
+    assert tuner.costs.hops.at(1) == tuner.costs.hops.at(40) / 40
     taught(tuner).retune(1)
     assert tuner.window.k > 0
+    assert tuner.costs.hops.at(1) > 0.004
     assert tuner.without() > 0
 
 

@@ -1,0 +1,39 @@
+"""What experiments with drafts share: any `Draft` put before a client's own peers, and one number out of a reply."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from client.client import SwarmClient
+from client.config import GenerationConfig
+from client.draft import Draft
+from client.generate import Reply, collect
+from client.speculation import Guesser
+from client.tuner import Prior, Tuner
+
+
+async def draft_with(
+    client: SwarmClient, prompt: str, draft: Draft, *, count: int, k: int | None = None, depth: int | None = None
+) -> Reply:
+    """A greedy answer of `count` tokens with `draft`, which the client itself does not know."""
+    tuner = Tuner(Prior(chance=0.7, draft_s=0.005), free_guesses=draft.instant, k=k, depth=depth)
+    guesser = Guesser(draft, tuner, time.monotonic)
+
+    async def given(config: GenerationConfig) -> Guesser:
+        return guesser
+
+    async with client.session(max_tokens=len(client.encode(prompt)) + count) as session:
+        (drafts,) = client._open.values()
+        drafts.guesser = given  # type: ignore[method-assign, assignment]
+        return await collect(session.stream(prompt, GenerationConfig(max_new_tokens=count, ignore_eos=True)))
+
+
+def timed(runner: asyncio.Runner, answer: Coroutine[Any, Any, Reply], expected: Sequence[int]) -> float:
+    """Tokens a second of an answer. Raises AssertionError where its text is not the expected."""
+    reply = runner.run(answer)
+    if list(reply.token_ids) != list(expected):
+        raise AssertionError("a draft changed the text")
+    return reply.metrics.tokens_per_second

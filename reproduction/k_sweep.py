@@ -1,0 +1,89 @@
+"""How many guesses a trip: fixed sizes against the adaptive one, over three peers at 0, 50 and 100 ms a way.
+
+The draft is scripted: it knows the text, errs at a fixed share of the positions, and takes a fifth of the time that the
+target's compute takes, so that acceptance is the published one and only the choice of the size differs. The ways are
+made long by a TCP proxy that releases each chunk at its due time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+
+from client.client import SwarmClient
+from client.config import GenerationConfig
+from client.generate import collect
+from reproduction.drafting import draft_with, timed
+from reproduction.experiment import Report, Row, Say, interleaved, medians
+from reproduction.far import prefix
+from reproduction.kinds import KINDS
+from reproduction.local import even
+from reproduction.machine import machine
+from reproduction.models import smollm2
+from reproduction.peers import pinned_swarm
+from reproduction.scripted_draft import ScriptedDraft
+
+SIZES = (2, 3, 5, 7, 10)
+WAYS_S = (0.0, 0.05, 0.1)
+TOKENS = {0.0: 128, 0.05: 64, 0.1: 64}
+ROUNDS = {0.0: 3, 0.05: 1, 0.1: 1}
+RIGHT = 0.83  # of the guesses whose predecessors were right: 71 % of three a trip
+_PUBLISHED = {
+    0.0: {0: 21.55, 2: 28.63, 3: 26.77, 5: 30.42, 7: 30.96, 10: 28.04},
+    0.05: {0: 4.77, 2: 10.27, 3: 11.54, 5: 14.05, 7: 15.27, 10: 16.04},
+    0.1: {0: 2.77, 2: 6.47, 3: 7.31, 5: 9.28, 7: 10.51, 10: 11.30},
+}
+
+
+def run(say: Say) -> Report:
+    model = smollm2(say)
+    rows: list[Row] = []
+    ratios: dict[str, float] = {}
+    for way in WAYS_S:
+        label = f"{way * 1000:.0f}ms"
+        say(f"three peers, {way * 1000:.0f} ms a way")
+        with asyncio.Runner() as runner, pinned_swarm(model, even(model, 3), away=prefix("proxy", way)) as swarm:
+            client = runner.run(SwarmClient.connect(model.manifest.digest, initial_peers=swarm.addresses))
+            samples = _sweep(runner, client, way, say)
+            runner.run(client.close())
+        middle = medians(samples)
+        for name, value in middle.items():
+            size = {"none": 0, "adaptive": -1}.get(name) if not name.startswith("K") else int(name[2:])
+            published = _PUBLISHED[way].get(size if size is not None else -1)
+            rows.append(Row(configuration=f"{label}, {name}", value=value, unit="tok/s", published=published))
+        best = max(value for name, value in middle.items() if name != "adaptive")
+        ratios[f"adaptive_vs_best_{label}"] = middle["adaptive"] / best
+    return Report(
+        experiment="k_sweep",
+        machine=machine(),
+        rows=rows,
+        ratios=ratios,
+        goals=dict.fromkeys(ratios, (">=", 0.95)),
+        notes=[
+            f"scripted draft: {RIGHT:.0%} of the guesses right, each charged a fifth of the target's compute",
+            "fixed sizes have one window under way (as published); adaptive chooses size and depth",
+            "ways by a TCP proxy that releases each chunk at its due time; the best includes no draft at all",
+        ],
+    )
+
+
+def _sweep(runner: asyncio.Runner, client: SwarmClient, way: float, say: Say) -> dict[str, list[float]]:
+    """Tokens a second of each size over this client's peers."""
+    prompt = KINDS[0].prompt
+    plain = GenerationConfig(max_new_tokens=TOKENS[way], ignore_eos=True, draft="off")
+    reply = runner.run(collect(client.generate(prompt, plain)))
+    text = [*client.encode(prompt), *reply.token_ids]
+    compute_s = sum(hop.compute_s for hop in reply.metrics.hops)
+
+    def without() -> float:
+        return timed(runner, collect(client.generate(prompt, plain)), reply.token_ids)
+
+    def scripted(k: int | None, depth: int | None) -> float:
+        draft = ScriptedDraft(text, errors=1 - RIGHT, seconds=compute_s / 5)
+        answer = draft_with(client, prompt, draft, count=TOKENS[way], k=k, depth=depth)
+        return timed(runner, answer, reply.token_ids)
+
+    configurations = {"none": without}
+    configurations |= {f"K={k}": functools.partial(scripted, k, 1) for k in SIZES}
+    configurations["adaptive"] = functools.partial(scripted, None, None)
+    return interleaved(configurations, say, ROUNDS[way])
