@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from client.tuner import Prior, Tuner
+from tests.client.simulated import in_virtual_time, speed
 from tests.client.test_metrics import answer
 
 PRIOR = Prior(chance=0.6, draft_s=0.0001)
@@ -93,3 +96,25 @@ def test_another_route_has_other_costs() -> None:
     tuner = taught(Tuner(PRIOR, free_guesses=True))
     tuner.forget_route()
     assert tuner.costs is None
+
+
+@pytest.mark.parametrize(
+    ("way_s", "right", "draft_s"), [(0.0002, 0.5, 0.0), (0.0002, 0.83, 0.0024), (0.1, 0.83, 0.0024)]
+)
+def test_what_is_chosen_comes_near_the_best_fixed_size(way_s: float, right: float, draft_s: float) -> None:
+    """In virtual time: three hops that compute at once, near and far, a draft that is free and one that is not."""
+
+    def tried(k: int | None, depth: int | None) -> float:
+        given = {"way_s": way_s, "right": right, "draft_s": draft_s, "k": k, "depth": depth, "count": 160}
+        return in_virtual_time(lambda: speed(**given))[0]  # type: ignore[arg-type]
+
+    best = max(tried(k, 1) for k in (0, 1, 2, 3, 5, 7, 10))
+    assert tried(None, None) > 0.95 * best
+
+
+def test_several_windows_under_way_beat_any_single_one_where_peers_are_far() -> None:
+    def tried(k: int | None, depth: int | None) -> float:
+        given = {"way_s": 0.1, "right": 0.95, "draft_s": 0.0024, "k": k, "depth": depth, "count": 160}
+        return in_virtual_time(lambda: speed(**given))[0]  # type: ignore[arg-type]
+
+    assert tried(None, None) > 1.2 * max(tried(k, 1) for k in (5, 10, 16))
