@@ -1,9 +1,8 @@
 """A whole model package as a draft: one span over all its layers, run in this process by a thread of its own.
 
-It guesses with the very function, and the very random number of each position, that the last hop chooses with: where
-draft and target agree on the probabilities they draw the same token, so guesses are accepted more often than draws of
-its own would be (common random numbers, in the manner of Daliri et al. 2024), and a seed still gives one text, with
-or without a draft.
+It guesses with the very function, and the very random numbers of each position, that the last hop chooses with. Where
+draft and target agree on the probabilities they draw the same token, nearly as often as any rule could accept
+(Daliri et al. 2024), no distribution has to travel to the last hop, and a seed gives one text with any draft or none.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Which guesses stand. Pure.
 
-The last hop chooses a token for each position of a window as if no guess had been made: its random number is a function
-of (seed, position) alone. A guess stands where the choice is the same token.
+The last hop chooses a token for each position of a window as if no guess had been made: its random numbers are a
+function of (seed, position) alone. A guess stands where the choice is the same token.
 
 Why that keeps the distribution: let the target give a token the probability p(x), and let the guess g be made without
-looking at the random number that chooses x. P(x = g) = p(g), so g is accepted with the target's probability of it; and
+looking at the random numbers that choose x. P(x = g) = p(g), so g is accepted with the target's probability of it; and
 given that it was not, x is drawn from p without g. That is the acceptance rule for a deterministic proposal (Leviathan
-et al. 2023, algorithm 1 with q a point mass; Chen et al. 2023). A draft that looks at the same random number (see
+et al. 2023, algorithm 1 with q a point mass; Chen et al. 2023). A draft that looks at the same random numbers (see
 `draftmodel`) is accepted more often, and x is still the target's own choice: with any draft, text and seed are those
 without one, token for token.
 """

@@ -25,6 +25,8 @@ EXPERIMENTS = {
     "trim_cost": "rewinding by mask against trimming the state, by cache length",
     "speculation": "eight kinds of prompts with and without drafts, one process",
     "speculation_length": "drafts over 128 to 2,048 tokens, and what their rewinds cost the cache",
+    "draft_parity": "greedy texts with drafts against those without, 256 tokens, 2 and 4 peers",
+    "coupling": "how often a sampling draft is right: the same random number against the optimum",
     "logits": "top-1, top-n, f16 and f32 logits back, near and far",
     "activation_format": "hidden states in f32, f16, bf16 and int8 between hops",
     "k_sweep": "guesses a trip, fixed and adaptive, over three peers at 0, 50 and 100 ms a way",

@@ -1,9 +1,14 @@
 """From logits to a token, the same at every peer.
 
 Sampling runs at the last hop, not at the client: an answer is then a few bytes a position instead of
-4 x vocabulary (197 KB for SmolLM2), which decides the speed over a slow link. The random number of a
-position is a function of (seed, position) alone, so the same seed gives the same text whatever the
+4 x vocabulary (197 KB for SmolLM2), which decides the speed over a slow link. The random numbers of a
+position are a function of (seed, position) alone, so the same seed gives the same text whatever the
 layout of peers, after a repair, and with or without drafts.
+
+Each token has a number of its own there, and the token wins whose number, weighed by its share, is
+smallest (Gumbel's trick in its exponential form). Two models with nearly the same distribution then draw
+nearly always the same token (Daliri et al. 2024: with a chance of (1 - TV) / (1 + TV) or more), which is
+what a draft lives on; an inversion of cumulated shares loses that where many small shares add up.
 """
 
 from __future__ import annotations
@@ -122,20 +127,15 @@ def choose(
     return Choice(token=token, logprob=float(logprobs[token]), top=top, logits=kept)
 
 
-def probabilities(
-    scores: NDArray[np.float32], sampling: Sampling, *, enough: float = 1.0
-) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
+def probabilities(scores: NDArray[np.float32], sampling: Sampling) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
     """The distribution after temperature, top-k, top-p and min-p: ids, likeliest first, and their shares.
 
-    Where no filter cuts the tail off, it ends once the shares sum up to `enough`: sorting a whole vocabulary takes
-    longer than a small model's decode step.
+    Where no filter cuts the tail off, the whole vocabulary is sorted, which takes longer than a small model's
+    decode step: drawing goes another way then.
     """
-    wide = scores.astype(np.float64)
-    with np.errstate(over="ignore"):
-        # from the largest down: a temperature near 0 makes the others -inf, and nothing NaN
-        scaled = (wide - wide.max()) / sampling.temperature
+    scaled = _scaled(scores, sampling)
     weights = np.exp(scaled)
-    order = _candidates(scaled, weights, sampling, enough)
+    order = _candidates(scaled, weights, sampling)
     shares = weights[order] / (weights[order] if sampling.top_k else weights).sum()
     if not sampling.filters:
         return order, shares
@@ -149,18 +149,23 @@ def probabilities(
     return order, shares / shares.sum()
 
 
-def _candidates(
-    scaled: NDArray[np.float64], weights: NDArray[np.float64], sampling: Sampling, enough: float
-) -> NDArray[np.intp]:
+def _scaled(scores: NDArray[np.float32], sampling: Sampling) -> NDArray[np.float64]:
+    """From the largest, which is 0, down: a temperature near 0 makes the others -inf, and nothing NaN."""
+    wide = scores.astype(np.float64)
+    with np.errstate(over="ignore"):
+        scaled: NDArray[np.float64] = (wide - wide.max()) / sampling.temperature
+    return scaled
+
+
+def _candidates(scaled: NDArray[np.float64], weights: NDArray[np.float64], sampling: Sampling) -> NDArray[np.intp]:
     """Ids, likeliest first, of all that the filters can leave. Both arrays [vocab]; `weights` not normalised."""
     if sampling.top_k:
         return _likeliest(scaled, sampling.top_k)
     if sampling.min_p > 0.0 and sampling.top_p == 1.0:
         # the likeliest weighs 1; a share may be rounded the other way than its weight
         return _likeliest(scaled, int((weights >= sampling.min_p * (1 - _ROUNDING)).sum()))
-    share = sampling.top_p if sampling.filters else enough
-    count = _FIRST if share < 1.0 else len(scaled)
-    wanted = share * weights.sum() * (1 + _ROUNDING)
+    count = _FIRST if sampling.top_p < 1.0 else len(scaled)
+    wanted = sampling.top_p * weights.sum() * (1 + _ROUNDING)
     while (order := _likeliest(scaled, count)).size < len(scaled) and weights[order].sum() < wanted:
         count *= _GROWTH
     return order
@@ -175,10 +180,12 @@ def _likeliest(scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:
 
 
 def _draw(scores: NDArray[np.float32], sampling: Sampling, position: int) -> int:
-    uniform = np.random.Generator(np.random.Philox(key=[sampling.seed, position])).random()
-    ids, shares = probabilities(scores, sampling, enough=uniform)
-    index = int(np.searchsorted(np.cumsum(shares), uniform, side="right"))
-    return int(ids[min(index, len(ids) - 1)])
+    numbers = np.random.Generator(np.random.Philox(key=[sampling.seed, position])).standard_exponential(len(scores))
+    with np.errstate(divide="ignore", over="ignore"):  # a share of 0 never wins
+        if not sampling.filters:
+            return int((numbers / np.exp(_scaled(scores, sampling))).argmin())
+        ids, shares = probabilities(scores, sampling)
+        return int(ids[(numbers[ids] / shares).argmin()])
 
 
 def _weigh(logits: NDArray[np.float32], sampling: Sampling, history: NDArray[np.int32]) -> NDArray[np.float32]:
