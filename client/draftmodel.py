@@ -140,7 +140,7 @@ class ModelDraft:
         tokens = np.array(self._line.ids[self._fed : end], np.int32)
         step = Step(session=self._key, start=self._fed, tokens=tokens, rows=int(answers))
         sampling = self._sampling
-        history = np.array(self._line.ids[:end], np.int32) if sampling.repetition_penalty != 1.0 else None
+        history = np.array(self._line.ids[:end], np.int32) if sampling.looks_back else None
         self._fed = end
 
         def run(engine: Engine) -> int:
