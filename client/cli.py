@@ -15,6 +15,7 @@ from client.client import SwarmClient
 from client.config import AUTO, ClientConfig, GenerationConfig
 from client.generate import Piece, Reply, collect
 from client.options import (
+    DraftOption,
     InitialPeers,
     JsonFlag,
     ModelArgument,
@@ -35,15 +36,6 @@ MinP = Annotated[float | None, typer.Option(help="Leave out tokens below this sh
 Penalty = Annotated[float, typer.Option(help="Over 1: tokens that are there already become less likely.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed draws the same text.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeat it to name several.")]
-DraftOption = Annotated[
-    str,
-    typer.Option(
-        "--draft",
-        metavar="auto|ngram|off|PACKAGE",
-        help="Guess tokens that the peers then check, several a trip; never changes the text. "
-        "PACKAGE: a small model with the same tokenizer; ngram: look up in the text; auto: ngram where it pays.",
-    ),
-]
 DraftTokens = Annotated[
     int | None, typer.Option(help="Guess this many tokens a trip; left out, what is measured decides.")
 ]

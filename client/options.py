@@ -39,6 +39,15 @@ NumericsOption = Annotated[
         metavar="INFERENCE/KV", help="Only peers that compute so, for example f32/f32. Default: whatever is cheapest."
     ),
 ]
+DraftOption = Annotated[
+    str,
+    typer.Option(
+        "--draft",
+        metavar="auto|ngram|off|PACKAGE",
+        help="Guess tokens that the peers then check, several a trip; never changes the text. "
+        "PACKAGE: a small model with the same tokenizer; ngram: look up in the text; auto: ngram where it pays.",
+    ),
+]
 
 
 def parse_initial_peers(texts: Sequence[str]) -> list[Address]:

@@ -9,10 +9,18 @@ from typing import Annotated
 
 import typer
 
-from client.config import ClientConfig
+from client.config import AUTO, NGRAM, OFF, ClientConfig
 from client.gateway.config import DEFAULT_LISTEN, GatewayConfig, check_exposure
 from client.gateway.keys import Keys
-from client.options import JsonFlag, NumericsOption, messages, parse_initial_peers, parse_numerics, write_json
+from client.options import (
+    DraftOption,
+    JsonFlag,
+    NumericsOption,
+    messages,
+    parse_initial_peers,
+    parse_numerics,
+    write_json,
+)
 from swarm import loops
 from swarm.address import Address
 from swarm.errors import ConfigError
@@ -53,6 +61,7 @@ def serve(
     temperature: Annotated[
         float, typer.Option(min=0, max=2, help="For callers that do not say; 1 is what OpenAI takes.")
     ] = GatewayConfig.temperature,
+    draft: DraftOption = AUTO,
     numerics: NumericsOption = "",
     grace: Annotated[
         float, typer.Option(min=1, help="Seconds that running answers have at the end.")
@@ -70,6 +79,8 @@ def serve(
         raise ConfigError("--demo brings its own model and peers: leave MODEL, --initial-peer and --all out")
     if not demo and not models and not all_models:
         raise ConfigError("no model to serve: name one, or add --all; `swarm serve --demo` needs neither")
+    if draft not in (AUTO, NGRAM, OFF) and (all_models or len(models or []) > 1):
+        raise ConfigError(f"--draft {draft} drafts for the one model that has its tokenizer: serve that model alone")
     config = GatewayConfig(
         listen=place,
         keys=keys,
@@ -78,6 +89,7 @@ def serve(
         max_waiting=max_waiting,
         default_tokens=default_tokens,
         temperature=temperature,
+        draft=draft,
         grace_s=grace,
     )
     logging.basicConfig(level=logging.WARNING, format="%(message)s")

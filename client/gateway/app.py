@@ -111,7 +111,9 @@ class Gateway:
         async def endpoint(request: Request) -> object:
             config = self._config
             body = await read_body(request.scope, request.receive, limit=config.max_body, timeout=config.body_s)
-            return await self._answering.job(parse(parse_json(body), temperature=config.temperature))
+            return await self._answering.job(
+                parse(parse_json(body), temperature=config.temperature, draft=config.draft)
+            )
 
         return endpoint
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from client.config import AUTO
 from client.gateway.keys import Keys
 from swarm.address import Address
 from swarm.errors import ConfigError
@@ -17,7 +18,7 @@ class GatewayConfig:
 
     At most `max_concurrent` answers are made at once and `max_waiting` wait for that; more are refused with 429.
     A request without `max_tokens` gets `default_tokens`, or what the context leaves; one without `temperature` gets
-    OpenAI's, which is 1. A caller has `header_s` for its
+    OpenAI's, which is 1. All answers use `draft`, as GenerationConfig's. A caller has `header_s` for its
     headers and `body_s` for its body; one that takes nothing for `write_s` is given up. A stream in which nothing
     happens says so every `heartbeat_s`. A model without a token for `probe_s` is asked for one; it is ready while the
     last one is not older than three times that. The end is waited for `grace_s`.
@@ -34,6 +35,7 @@ class GatewayConfig:
     max_choices: int = 16
     default_tokens: int = 1024
     temperature: float = 1.0
+    draft: str = AUTO
     max_connections: int = 2048
     max_body: int = 4 << 20
     max_header: int = 32 << 10

@@ -40,6 +40,8 @@ class Gauges:
         self.cached_tokens = counter("cached_prompt_tokens", "Tokens of prompts that peers had cached.", "model")
         self.tokens = counter("tokens", "Tokens of answers.", "model")
         self.reroutes = counter("reroutes", "Routes that were replaced in the middle of an answer.", "model")
+        self.proposed = counter("proposed_tokens", "Tokens that a draft guessed.", "model")
+        self.accepted = counter("accepted_tokens", "Guesses that were right.", "model")
         self.queue_seconds = histogram("queue_seconds", "How long requests waited for a place.", _FIRST_S)
         self.first_seconds = histogram("first_token_seconds", "From a place to the first token.", _FIRST_S, "model")
         self.between_seconds = histogram("between_tokens_seconds", "From token to token.", _BETWEEN_S, "model")
@@ -97,6 +99,9 @@ class Watch:
         gauges.prompt_tokens.labels(model).inc(metrics.prompt_tokens)
         gauges.cached_tokens.labels(model).inc(metrics.reused_tokens)
         gauges.reroutes.labels(model).inc(metrics.repairs)
+        if metrics.speculation is not None:
+            gauges.proposed.labels(model).inc(metrics.speculation.proposed)
+            gauges.accepted.labels(model).inc(metrics.speculation.accepted)
         if metrics.tokens_per_second:
             gauges.speed.labels(model).observe(metrics.tokens_per_second)
         for hop in metrics.hops:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from client.config import GenerationConfig
+from client.config import AUTO, GenerationConfig
 from client.gateway.parameters import CHAT, COMPLETION
 from client.gateway.schema import check_object
 from client.text import Message
@@ -60,8 +60,8 @@ def parse_json(body: bytes) -> Mapping[str, Any]:
     return plain
 
 
-def parse_chat(plain: Mapping[str, Any], *, temperature: float) -> Asked:
-    """`temperature` is for those who ask for none."""
+def parse_chat(plain: Mapping[str, Any], *, temperature: float, draft: str = AUTO) -> Asked:
+    """`temperature` is for those who ask for none; `draft` as in GenerationConfig, for all."""
     check_object(plain, CHAT, "")
     top = plain.get("top_logprobs")
     if top is not None and not plain.get("logprobs"):
@@ -76,10 +76,11 @@ def parse_chat(plain: Mapping[str, Any], *, temperature: float) -> Asked:
         limit=limits[0] if limits else None,
         logprobs=int(top or 0) if plain.get("logprobs") else None,
         temperature=temperature,
+        draft=draft,
     )
 
 
-def parse_completion(plain: Mapping[str, Any], *, temperature: float) -> Asked:
+def parse_completion(plain: Mapping[str, Any], *, temperature: float, draft: str = AUTO) -> Asked:
     """The same for a text that is to be continued."""
     check_object(plain, COMPLETION, "")
     logprobs = plain.get("logprobs")
@@ -90,6 +91,7 @@ def parse_completion(plain: Mapping[str, Any], *, temperature: float) -> Asked:
         limit=16 if plain.get("max_tokens") is None else plain["max_tokens"],  # OpenAI's default here
         logprobs=None if logprobs is None else int(logprobs),
         temperature=temperature,
+        draft=draft,
     )
 
 
@@ -101,6 +103,7 @@ def _asked(
     limit: int | None,
     logprobs: int | None,
     temperature: float,
+    draft: str,
 ) -> Asked:
     given: dict[str, Any] = {name: plain[name] for name in _SAME_NAME if plain.get(name) is not None}
     if "top_k" in given:
@@ -116,6 +119,7 @@ def _asked(
             stop_token_ids=tuple(int(token) for token in plain.get("stop_token_ids") or ()),
             logit_bias=_bias(plain.get("logit_bias")),
             logprobs=logprobs,
+            draft=draft,
             **given,
         )
     except ConfigError as error:

@@ -139,3 +139,9 @@ def test_a_whole_number_may_be_written_with_a_point() -> None:
         check(5.5, {"type": "integer"}, "n")
     with pytest.raises(RequestError, match="whole number"):
         check(True, {"type": "integer"}, "n")
+
+
+def test_every_answer_uses_the_draft_that_the_gateway_was_told() -> None:
+    plain = {"model": "m", "messages": MESSAGES}
+    assert parse_chat(plain, temperature=1.0, draft="off").config.draft == "off"
+    assert parse_chat(plain, temperature=1.0).config.draft == "auto"
