@@ -12,7 +12,7 @@ from client.gateway.http import hang_up, respond
 from client.gateway.problems import problem_of
 from swarm.errors import RequestError
 
-_PRIVATE = ("/v1", "/api", "/metrics")
+_PRIVATE = ("/v1/", "/api/", "/metrics")
 # The page runs its own files and nothing else. What it shows comes from others' machines: with trusted types a browser
 # refuses every way from a text to markup.
 _POLICY = (

@@ -110,7 +110,7 @@ function hops({ hops, token_s, return_s, client_s }) {
   hops.forEach((hop, place) => {
     const item = make("li", {}, make("bdi", { class: "name" }, hop.name || hop.peer_id.slice(0, 8)), make("span", {}, hop.layers),
       timed ? make("span", { class: "number" }, `${milliseconds(own[place])} ms`) : null);
-    item.style.setProperty("--share", timed ? Math.max(own[place] / token_s, 0.05) : 1);
+    item.style.setProperty("--share", timed ? own[place] * 1e6 : 1);
     strip.append(item);
   });
   if (!timed) return strip;

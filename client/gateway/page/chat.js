@@ -88,7 +88,7 @@ export class Chat {
       } else {
         // anything but a refusal is a bug of this page: shown all the same
         answer.fail(error instanceof ApiError ? error : new ApiError(`This page failed: ${error.message}`));
-        if (error.status === 401) this.wantKey(error.message).then((given) => given && answer.again());
+        if (error.status === 401) this.wantKey().then((given) => given && answer.again());
       }
     } finally {
       if (this.#running === running) this.#end();

@@ -12,6 +12,8 @@ const AGAIN_MS = 2000;
 const views = { chat: "Chat", swarm: "Swarm" };
 const settings = new Settings();
 const swarm = new SwarmView();
+// found now: an answer may have taken its place before there is something to say
+const emptyRoute = byId("empty-route");
 let watching = null;
 
 function navigate() {
@@ -28,10 +30,12 @@ function navigate() {
 // -- the key
 
 /** Resolves to whether a key was given. */
-function wantKey(told) {
+function wantKey() {
   const dialog = byId("key-dialog");
   byId("key-button").hidden = false;
-  setText(byId("key-told"), `${told.replace(/\.?$/, ".")} It stays in this tab and is forgotten with it.`);
+  const told = hasKey() ? "The gateway does not take this key." : "This gateway asks for a key.";
+  setText(byId("key-told"), `${told} It stays in this tab and is forgotten with it.`);
+  byId("key-forget").hidden = !hasKey();
   if (!dialog.open) dialog.showModal();
   return new Promise((resolve) => {
     dialog.addEventListener("close", () => resolve(dialog.returnValue === "given"), { once: true });
@@ -49,7 +53,11 @@ byId("key-forget").addEventListener("click", () => {
   byId("key").value = "";
   byId("key-dialog").close("");
 });
-byId("key-button").addEventListener("click", () => wantKey("This gateway asks for a key."));
+byId("key-button").addEventListener("click", () => {
+  setText(byId("key-told"), "The key stays in this tab and is forgotten with it.");
+  byId("key-forget").hidden = !hasKey();
+  byId("key-dialog").showModal();
+});
 byId("copy-close").addEventListener("click", () => byId("copy-dialog").close());
 
 // -- what there is to talk to
@@ -57,18 +65,14 @@ byId("copy-close").addEventListener("click", () => byId("copy-dialog").close());
 async function begin() {
   byId("key-button").hidden = !hasKey();
   try {
-    offer((await getJson("/v1/models")).data.map((model) => model.id));
+    settings.offer((await getJson("/v1/models")).data.map((model) => model.id));
     if (!byId("chat").hidden) describe(await getJson("/api/swarm"));
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
-    setText(byId("empty-route"), error.message);
-    if (error.status === 401) wantKey(error.message);
+    setText(emptyRoute, error.status === 401 ? "This gateway asks for a key." : error.message);
+    if (error.status === 401) wantKey();
   }
   watchOrRest();
-}
-
-function offer(names) {
-  settings.offer(names);
 }
 
 function describe({ models }) {
@@ -77,7 +81,7 @@ function describe({ models }) {
   const told = model.route
     ? `${model.id}: ${model.model.layers} layers on ${count(model.route.hops.length, "machine")}, ${model.route.hops.map(nameOf).join(" → ")}`
     : `${model.id} cannot answer now: ${model.problem}`;
-  setText(byId("empty-route"), told);
+  setText(emptyRoute, told);
 }
 
 // -- the swarm, live while it is looked at
@@ -99,7 +103,7 @@ async function watch(signal) {
       for await (const data of events("/api/swarm/events", { signal })) {
         const state = JSON.parse(data);
         swarm.show(state);
-        offer(state.models.map((model) => model.id));
+        settings.offer(state.models.map((model) => model.id));
         live(true, "Live");
       }
       live(false, "The gateway ended the connection; asking again");
@@ -109,7 +113,7 @@ async function watch(signal) {
       live(false, error.message);
       if (error.status === 401) {
         watching = null;
-        wantKey(error.message);
+        wantKey();
         return;
       }
     }

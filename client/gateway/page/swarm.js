@@ -182,7 +182,7 @@ class Row {
     this.element.dataset.peer = peer.peer_id;
     setText(this.#name, nameOf(peer));
     this.#name.title = `${peer.peer_id}\n${peer.addresses.join(" ")}\n${peer.software} · ${peer.numerics}`;
-    const ago = condition === "lost" || condition === "gone" ? `, ${duration(Math.max(0, Math.round(now - since)))}` : "";
+    const ago = condition === "lost" || condition === "gone" ? ` for ${Math.max(0, Math.round(now - since))} s` : "";
     setText(this.#told, `${TOLD[condition]}${ago}`);
     this.#told.title = peer.unreachable || peer.left_out;
     const [first, last] = span(peer.span);
