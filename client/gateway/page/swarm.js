@@ -7,7 +7,7 @@ import { clock, count, duration, many, milliseconds, span } from "./words.js";
 
 const MOST_EVENTS = 50;
 const MOST_ROUTES = 6;
-const TOLD = { serving: "serving", leaving: "leaving", lost: "does not answer", unusable: "not usable", gone: "gone" };
+const TOLD = { serving: "serving", leaving: "leaving", lost: "silent", unusable: "not usable", gone: "gone" };
 const COLUMNS = [
   ["Device", ({ device }) => device],
   ["ms/layer", ({ layer_time_s }) => milliseconds(layer_time_s)],
@@ -82,7 +82,7 @@ class ModelView {
     this.#model = model;
     const { layers } = model.model;
     const known = this.#followed.inOrder;
-    const there = known.filter(({ condition }) => condition !== "gone").length;
+    const there = known.filter(({ condition }) => condition !== "gone" && condition !== "lost").length;
     setText(this.#verdict, model.covered ? "covered" : "not covered");
     this.#verdict.classList.toggle("bad", !model.covered);
     setText(this.#facts, `${layers} layers · ${count(there, "peer")} · ${model.model.digest.slice(0, 12)}`);
@@ -90,7 +90,8 @@ class ModelView {
     setText(this.#problem, problem);
     this.#problem.hidden = !problem;
     this.#showCover(model);
-    this.#showRows(known, layers, now);
+    const onRoute = new Set(drawnRoutes(model).flatMap(({ hops }) => hops.map((hop) => hop.peer_id)));
+    this.#showRows(known, onRoute, layers, now);
     this.#showLegend(model);
     this.#drawRoutes();
     return happened;
@@ -112,7 +113,7 @@ class ModelView {
     this.#scale.replaceChildren(...apart.map((end) => at(make("span", {}, String(end)), end / layers)));
   }
 
-  #showRows(known, layers, now) {
+  #showRows(known, onRoute, layers, now) {
     const ids = known.map(({ peer }) => peer.peer_id);
     for (const [id, row] of this.#rows) {
       if (ids.includes(id)) continue;
@@ -123,7 +124,7 @@ class ModelView {
       const id = each.peer.peer_id;
       if (!this.#rows.has(id)) this.#rows.set(id, new Row());
       const row = this.#rows.get(id);
-      row.show(each, layers, now);
+      row.show(each, onRoute.has(id), layers, now);
       // moved only where it must be: a moved element loses the focus
       if (this.#body.children[place] !== row.element) this.#body.insertBefore(row.element, this.#body.children[place] ?? null);
     });
@@ -150,9 +151,8 @@ class ModelView {
       const box = row.lane.getBoundingClientRect();
       lanes.set(id, { left: box.left - frame.left, width: box.width, middle: box.top - frame.top + box.height / 2 });
     }
-    const used = routesInUse(this.#model).slice(0, MOST_ROUTES);
-    const routes = used.length ? used.map(({ hops }) => ["used", hops]) : this.#model.route ? [["next", this.#model.route.hops]] : [];
-    const drawn = routes.flatMap(([kind, hops], place) => {
+    const routes = drawnRoutes(this.#model);
+    const drawn = routes.flatMap(({ kind, hops }, place) => {
       const d = line(hops, lanes, this.#model.model.layers, (place - (routes.length - 1) / 2) * 4);
       return [draw("path", { class: `halo ${kind}`, d }), draw("path", { class: kind, d })];
     });
@@ -160,35 +160,42 @@ class ModelView {
   }
 }
 
+/** The routes in use, or the one that the next answer would take. */
+function drawnRoutes(model) {
+  const used = routesInUse(model).slice(0, MOST_ROUTES);
+  if (used.length || !model.route) return used.map(({ hops }) => ({ kind: "used", hops }));
+  return [{ kind: "next", hops: model.route.hops }];
+}
+
 class Row {
   #name = make("bdi", { class: "name" });
   #told = make("span", { class: "told" });
   #bar = make("div", { class: "bar" });
-  #span = make("span", { class: "span" });
+  #why = make("div", { class: "why" });
   #cells = COLUMNS.map(([name]) => make("td", { role: "cell", "data-label": name }));
-  #details = make("span", { class: "more" });
 
   constructor() {
     this.lane = make("div", { class: "lane" }, this.#bar);
     this.element = make("tr", { role: "row" },
       make("th", { scope: "row", role: "rowheader" }, this.#name, this.#told),
-      make("td", { role: "cell", class: "lane-cell" }, this.lane, this.#span),
+      make("td", { role: "cell", class: "lane-cell" }, this.lane, this.#why),
       ...this.#cells);
   }
 
-  show({ peer, condition, since }, layers, now) {
+  show({ peer, condition, since }, onRoute, layers, now) {
     this.element.dataset.condition = condition;
-    this.element.dataset.hop = peer.hop ?? "";
+    this.element.classList.toggle("on-route", onRoute);
     this.element.dataset.peer = peer.peer_id;
     setText(this.#name, nameOf(peer));
     this.#name.title = `${peer.peer_id}\n${peer.addresses.join(" ")}\n${peer.software} · ${peer.numerics}`;
-    const ago = condition === "lost" || condition === "gone" ? ` for ${Math.max(0, Math.round(now - since))} s` : "";
-    setText(this.#told, `${TOLD[condition]}${ago}`);
-    this.#told.title = peer.unreachable || peer.left_out;
+    const seconds = Math.round(now - since);
+    const ago = (condition === "lost" || condition === "gone") && seconds > 0 ? ` for ${seconds} s` : "";
+    setText(this.#told, `${peer.span} · ${TOLD[condition]}${ago}`);
+    setText(this.#why, condition === "gone" ? "" : peer.unreachable || peer.left_out);
+    this.#why.title = this.#why.textContent;
     const [first, last] = span(peer.span);
     at(this.#bar, first / layers, (last - first) / layers);
     this.#bar.replaceChildren(...peer.entries.map((entry) => at(make("i"), (entry - first) / (last - first))));
-    setText(this.#span, peer.span);
     COLUMNS.forEach(([, text], place) => setText(this.#cells[place], condition === "gone" ? "–" : text(peer)));
   }
 }

@@ -143,7 +143,7 @@ def test_settings_are_sent_checked_and_kept(someone: Visitor) -> None:
         setting(page, "temperature", "9")
         ask(page, QUESTION)
         assert page.locator(".turn").count() == 0
-        assert page.evaluate("document.activeElement.name") == "temperature"
+        expect(page.locator("#settings [name=temperature]")).to_be_focused()
         for name, value in {"temperature": "0.5", "max_tokens": "5", "seed": "7", "stop": "Rome\nOslo"}.items():
             setting(page, name, value)
         setting(page, "system", "Answer in French.")
@@ -213,7 +213,7 @@ def test_the_keyboard_reaches_everything(someone: Visitor) -> None:
         pytest.fail(f"{what} was not reached")
 
     with someone.visit() as page:
-        page.wait_for_function("document.activeElement.id === 'question'")
+        expect(page.get_by_label("Your message")).to_be_focused()
         page.keyboard.type("Hello")
         page.keyboard.press("Shift+Enter")
         page.keyboard.type("there")
@@ -226,7 +226,7 @@ def test_the_keyboard_reaches_everything(someone: Visitor) -> None:
         expect(page.locator("#status")).to_have_text("Copied")
         tab_to(page, what="Settings")
         page.keyboard.press("Enter")
-        page.wait_for_function("document.activeElement.id === 'model'")
+        expect(page.locator("#model")).to_be_focused()
         page.keyboard.press("Escape")
         expect(page.locator("#settings")).to_be_hidden()
         tab_to(page, what="Swarm", back=True)
@@ -291,7 +291,7 @@ def test_a_peer_that_is_killed_is_seen_to_die_while_the_answer_goes_on(
         victim = route["hops"][1]
         served.member(victim["name"]).kill()
 
-        row = watching.locator(f"""tr[data-peer="{victim['peer_id']}"]""")
+        row = watching.locator(f"""tr[data-peer="{victim["peer_id"]}"]""")
         expect(row).to_have_attribute("data-condition", re.compile("lost|gone"))
         expect(row).to_contain_text(victim["name"])  # it fades and keeps its place
         events = watching.get_by_role("log", name="What happened")
