@@ -125,6 +125,6 @@ function hops({ hops, token_s, return_s, client_s }) {
       row("gateway", "", none, client_s),
       row("a token", "", none, token_s)));
   return make("div", {}, strip,
-    make("details", {}, make("summary", {}, "Where the time of a token went"),
+    make("details", { on: { toggle: (event) => event.target.scrollIntoView({ block: "nearest" }) } }, make("summary", {}, "Where the time of a token went"),
       make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Times in ms" }, table)));
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -16,11 +17,12 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from client.gateway.keys import Keys
+from swarm.child import module_command
 from swarm.localswarm import LISTENING, LocalSwarm, Member
 from tests.client.gateway.browser import PATIENCE_MS, PHONE, Visitor, visitor
 from tests.client.gateway.toy_gateway import toy_gateway
 from tests.conftest import ChatIds, GreedyReference
-from tests.harness import ROOT, swarm_command, wait_until
+from tests.harness import ROOT, wait_until
 
 QUESTION = "What is the capital of France?"
 LONG = "Write a long story about a lighthouse."
@@ -54,7 +56,8 @@ def served(tmp_path_factory: pytest.TempPathFactory, smollm2_package: Path) -> I
         for name in ("ben", HOSTILE):
             swarm.join(smollm2_package, "15:30", initial=[first.address], name=name)
         swarm.wait()
-        words = swarm_command("serve", "--all", "--initial-peer", first.address, "--listen", "127.0.0.1:0")
+        command = [*module_command("swarm.tether"), str(os.getpid()), "serve", "--all", "--listen", "127.0.0.1:0"]
+        words = [*command, "--initial-peer", first.address]
         process = subprocess.Popen(
             [*words, "--json", "--temperature", "0"], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
