@@ -50,7 +50,7 @@ class Visitor:
 
 
 @contextlib.contextmanager
-def visitor(url: str) -> Iterator[Visitor]:
+def chromium() -> Iterator[Browser]:
     """Skips the test where there is no browser. While it lives its thread can run no other event loop."""
     with sync_playwright() as playwright:
         own = playwright.chromium.executable_path
@@ -61,6 +61,6 @@ def visitor(url: str) -> Iterator[Visitor]:
         words = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=found, args=words)
         try:
-            yield Visitor(browser, url)
+            yield browser
         finally:
             browser.close()

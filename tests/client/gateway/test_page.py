@@ -14,12 +14,12 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 from client.gateway.keys import Keys
 from swarm.child import module_command
 from swarm.localswarm import LISTENING, LocalSwarm, Member
-from tests.client.gateway.browser import PATIENCE_MS, PHONE, Visitor, visitor
+from tests.client.gateway.browser import PATIENCE_MS, PHONE, Visitor, chromium
 from tests.client.gateway.toy_gateway import toy_gateway
 from tests.conftest import ChatIds, GreedyReference
 from tests.harness import ROOT, wait_until
@@ -71,9 +71,15 @@ def served(tmp_path_factory: pytest.TempPathFactory, smollm2_package: Path) -> I
 
 
 @pytest.fixture(scope="module")
-def someone(served: Served) -> Iterator[Visitor]:
-    with visitor(served.url) as found:
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def someone(browser: Browser, served: Served) -> Visitor:
+    """The browser comes first: without one no peer is started."""
+    return Visitor(browser, served.url)
 
 
 def ask(page: Page, question: str) -> None:
@@ -152,7 +158,7 @@ def test_settings_are_sent_checked_and_kept(someone: Visitor) -> None:
         setting(page, "system", "Answer in French.")
         with page.expect_request("**/v1/chat/completions") as sent:
             page.get_by_label("Your message").press("Enter")
-        body = sent.value.post_data_json
+        body = dict(sent.value.post_data_json or {})
         assert body["messages"][0] == {"role": "system", "content": "Answer in French."}
         assert {name: body.get(name) for name in ("temperature", "max_tokens", "seed", "stop", "top_p")} == {
             "temperature": 0.5,
@@ -280,14 +286,14 @@ def test_a_key_is_asked_for_where_the_gateway_wants_one(someone: Visitor) -> Non
 def test_a_peer_that_is_killed_is_seen_to_die_while_the_answer_goes_on(
     someone: Visitor, served: Served, chat_ids: ChatIds, greedy_reference: GreedyReference, smollm2_tokenizer: Any
 ) -> None:
-    text = smollm2_tokenizer.decode(greedy_reference(chat_ids(LONG), 160))
+    text = smollm2_tokenizer.decode(greedy_reference(chat_ids(LONG), 120))
     with someone.visit("#swarm") as watching, someone.visit() as talking:
         rows = watching.locator(".peers tbody tr")
         expect(rows).to_have_count(3)
         assert set(rows.evaluate_all("rows => rows.map(row => row.dataset.condition)")) == {"serving"}
         expect(watching.get_by_text("the next answer's way")).to_be_visible()
         talking.get_by_role("button", name="Settings").click()
-        setting(talking, "max_tokens", "160")
+        setting(talking, "max_tokens", "120")
         ask(talking, LONG)
         expect(talking.locator(".answer .said")).to_have_text(re.compile(r"\w+ \w+"))
         (route,) = (r for r in served.state["routes_in_use"] if r["tokens"] > 1)

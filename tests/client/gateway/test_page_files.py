@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from client.gateway.app import PAGE
+from client.gateway.keys import Keys
+from tests.client.gateway.toy_gateway import toy_gateway
 
 FILES = sorted(PAGE.iterdir())
 MARKUP = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\b|new Function|srcdoc")
@@ -22,6 +24,16 @@ def test_a_file_makes_no_markup_asks_nobody_else_and_holds_one_idea(path: Path) 
     assert len(text.splitlines()) <= 400
     # the policy forbids what stands in the markup itself
     assert not re.search(r"<script>|<style|\sstyle=|\son\w+=", text) or path.suffix != ".html"
+
+
+def test_everybody_gets_the_page_and_no_policy_is_missing() -> None:
+    with toy_gateway(keys=Keys(["sk-the-key-of-tests"])) as gateway:
+        for path in ["", *(path.name for path in FILES)]:  # `api.js` is no part of the API
+            response = gateway.http.get(f"/{path}")
+            assert response.status_code == 200, path
+            assert response.headers["cache-control"] == "no-cache"
+            assert response.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self';")
+        assert gateway.http.get("/api/swarm").status_code == 401
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
