@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -34,6 +34,14 @@ from swarm.errors import RequestError, SwarmError
 
 PAGE = Path(__file__).parent / "page"
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class _Page(StaticFiles):
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        """A browser asks whether a file has changed: those of two releases do not fit together."""
+        response = super().file_response(*args, **kwargs)
+        response.headers["cache-control"] = "no-cache"
+        return response
 
 
 class Gateway:
@@ -186,7 +194,7 @@ class Gateway:
 
 
 def _page() -> StaticFiles:
-    return StaticFiles(directory=PAGE, html=True)
+    return _Page(directory=PAGE, html=True)
 
 
 def _model_to_plain(served: Served) -> dict[str, object]:
