@@ -19,7 +19,7 @@ from peer.report import Progress as Hear
 from peer.report import Report
 from swarm import loops
 from swarm.address import Address
-from swarm.engine.base import Precision
+from swarm.engine.base import EngineChoice, Precision
 from swarm.folders import cache_folder
 from swarm.spans import LayerRange
 
@@ -57,10 +57,17 @@ def join(
     precision: Annotated[
         Precision, typer.Option(help="f32, which gives the unsplit model's tokens, or the device's default.")
     ] = "accuracy",
+    engine: Annotated[
+        EngineChoice,
+        typer.Option(help="paged: many sessions in one inference; stateful: one after another; auto: what works."),
+    ] = "auto",
     max_memory: Annotated[
         str | None, typer.Option(metavar="6GB", help="What it may take in all; otherwise 70 % of what is free.")
     ] = None,
     kv_tokens: Annotated[int | None, typer.Option(help="The most tokens of KV cache, over all sessions.")] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(metavar="2GB", help="The most memory for KV cache; otherwise what is left.")
+    ] = None,
     threads: Annotated[int, typer.Option(help="Compute threads; 0 leaves the choice to OpenVINO.")] = 0,
     identity: IdentityFile = None,
     name: Name = "",
@@ -84,8 +91,10 @@ def join(
         dht_port=dht_port,
         device=device,
         precision=precision,
+        engine=engine,
         max_memory=None if max_memory is None else parse_bytes(max_memory),
         kv_tokens=kv_tokens,
+        kv_memory=None if kv_memory is None else parse_bytes(kv_memory),
         threads=threads,
         identity=identity,
         name=name,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarm.address import Address
-from swarm.engine.base import PRECISIONS
+from swarm.engine.base import ENGINE_CHOICES, PRECISIONS, EngineChoice
 from swarm.errors import ConfigError
 from swarm.spans import LayerRange
 
@@ -30,7 +30,8 @@ def parse_bytes(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionLimits:
-    """What sessions may take. `kv_total` in tokens: the sum of all reservations never exceeds it.
+    """What sessions may take. `kv_total` in tokens: the sum of what they reserve, or (where a session takes cache as
+    it grows, and can be told to begin again) of what they are expected to take, never exceeds it.
 
     `queue_steps` and `queue_bytes` bound the steps of one session that wait here, `all_queue_bytes`
     those of all sessions together; one step always fits.
@@ -40,6 +41,7 @@ class SessionLimits:
     """
 
     kv_total: int
+    reserves: bool = True
     sessions: int = 256
     per_connection: int = 64
     idle_s: float = 300.0
@@ -78,8 +80,10 @@ class JoinConfig:
     dht_port: int | None = None
     device: str = "CPU"
     precision: str = "accuracy"
+    engine: EngineChoice = "auto"
     max_memory: int | None = None
     kv_tokens: int | None = None
+    kv_memory: int | None = None
     threads: int = 0
     identity: Path | None = None
     name: str = ""
@@ -92,6 +96,10 @@ class JoinConfig:
             raise ConfigError(f"precision is {self.precision!r}; it must be {' or '.join(PRECISIONS)}")
         if self.max_memory is not None and self.max_memory <= 0:
             raise ConfigError(f"max_memory is {self.max_memory!r}; it must be over 0 bytes")
+        if self.engine not in ENGINE_CHOICES:
+            raise ConfigError(f"engine is {self.engine!r}; it must be one of {', '.join(ENGINE_CHOICES)}")
+        if self.kv_memory is not None and self.kv_memory <= 0:
+            raise ConfigError(f"kv_memory is {self.kv_memory!r}; it must be over 0 bytes")
         if self.kv_tokens is not None and self.kv_tokens < 1:
             raise ConfigError(f"kv_tokens is {self.kv_tokens!r}; it must be at least 1 token")
         if self.threads < 0:

@@ -178,7 +178,7 @@ class Peer:
                 break
             supply = better
             shelf, tested = await self._try(supply, contact)
-        serving = await asyncio.to_thread(load_span, config, supply)
+        serving = await asyncio.to_thread(load_span, config, supply, tested)
         self._report.phase(
             "loaded",
             f"loaded on {config.device}, room for {serving.limits.kv_total} tokens",
@@ -228,15 +228,20 @@ class Peer:
             span,
             device=config.device,
             precision=config.precision,
+            engine=config.engine,
             threads=config.threads,
             cache_dir=config.cache_dir / "graphs",
         )
+        if tested.instead:
+            report.say(f"the {tested.engine} engine serves: {tested.instead}")
         report.phase(
             "tested",
-            f"self-test passed: {tested.layer_time_s * 1e3:.2f} ms a layer, numerics {tested.numerics}",
+            f"self-test passed: {tested.layer_time_s * 1e3:.2f} ms a layer, numerics {tested.numerics}, "
+            f"{tested.engine} engine",
             layer_time_s=tested.layer_time_s,
             prefill_time_s=tested.prefill_time_s,
             numerics=tested.numerics,
+            engine=tested.engine,
         )
         return shelf, tested
 

@@ -169,12 +169,17 @@ class Lane:
         await self._deliver(arrival, outcome, waited)
 
     async def _compute(self, forward: Forward, step: Step) -> StepOutcome:
-        if not self._is_last:
-            return await self._worker.run(self.engine, step, None, _NO_IDS)
-        history = _NO_IDS
-        if forward.sampling.repetition_penalty != 1.0:
-            history = np.concatenate([self.session.history[: step.start], step.tokens])
-        return await self._worker.run(self.engine, step, forward.sampling, history)
+        session, history = self.session, _NO_IDS
+        if self._is_last and forward.sampling.repetition_penalty != 1.0:
+            history = np.concatenate([session.history[: step.start], step.tokens])
+        return await self._worker.run(
+            self.engine,
+            step,
+            forward.sampling if self._is_last else None,
+            history,
+            client=session.opener,
+            opened_at=session.opened_at,
+        )
 
     async def _deliver(self, arrival: Arrival, outcome: StepOutcome, waited: float) -> None:
         """Onward, or to the opener; waits while that side takes no more."""

@@ -17,21 +17,22 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from swarm.child import module_command, module_environment
-from swarm.engine.base import Step
-from swarm.engine.compose import open_engine
-from swarm.engine.stateful import StatefulEngine
-from swarm.errors import EngineError, PackageError, SwarmError
+from swarm.engine.base import Engine, EngineChoice, EngineKind, Step
+from swarm.engine.opening import engines_to_try, open_span
+from swarm.engine.paged import PagedEngine
+from swarm.errors import EngineError, PackageError, SwarmError, UnsupportedModel
 from swarm.manifest import Manifest, load_manifest
 from swarm.spans import LayerRange
 
 _PREFILL, _DECODES, _AGAIN = 64, 16, 4
+_KV_TOKENS = 256
 # How far the same step may differ after a rewind, as a share of the largest number in it.
 _TOLERANCE = {"f32": 1e-3}
 _LOOSE_TOLERANCE = 0.1  # bf16 and a cache of 8 bits
@@ -40,11 +41,16 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, kw_only=True)
 class SelfTest:
-    """What a span does here. Times are seconds a layer: for one decoded token, for one token of a prompt."""
+    """What a span does here. Times are seconds a layer: for one decoded token, for one token of a prompt.
+
+    `instead` says why `engine` is not the one that was to be tried first; empty where it is.
+    """
 
     numerics: str
     layer_time_s: float
     prefill_time_s: float
+    engine: EngineKind = "stateful"
+    instead: str = ""
 
 
 async def self_test(
@@ -53,16 +59,40 @@ async def self_test(
     *,
     device: str = "CPU",
     precision: str = "accuracy",
+    engine: EngineChoice = "auto",
     threads: int = 0,
     cache_dir: Path | None = None,
     timeout: float = 900.0,
 ) -> SelfTest:
-    """Run the test in a child process. The child never outlives this call, cancelled or not.
+    """Run the test in a child process, another one for another engine where `engine` leaves the choice.
 
-    Raises EngineError that says how the test failed and what to try, PackageError for the files.
+    The child never outlives this call, cancelled or not. Raises EngineError that says how the test failed and what
+    to try, PackageError for the files, ConfigError for a choice that the device cannot have.
     """
+    instead = ""
+    *others, last = engines_to_try(engine, device)
+    for kind in others:
+        try:
+            return await _test(package, span, kind, device, precision, threads, cache_dir, timeout)
+        except EngineError as error:
+            instead = str(error)
+    tested = await _test(package, span, last, device, precision, threads, cache_dir, timeout)
+    return replace(tested, instead=instead)
+
+
+async def _test(
+    package: Path,
+    span: LayerRange,
+    kind: EngineKind,
+    device: str,
+    precision: str,
+    threads: int,
+    cache_dir: Path | None,
+    timeout: float,
+) -> SelfTest:
     command = [*module_command("peer.selftest"), str(package), str(span)]
     command += ["--parent", str(os.getpid()), "--device", device, "--precision", precision, "--threads", str(threads)]
+    command += ["--engine", kind]
     command += ["--cache-dir", str(cache_dir)] if cache_dir else []
     # A session of its own: Ctrl-C in a terminal is the peer's to handle.
     child = await asyncio.create_subprocess_exec(
@@ -114,7 +144,7 @@ def read_outcome(code: int, out: bytes, err: bytes, *, span: LayerRange, device:
         raise EngineError(f"the self-test of layers {span} ended without a result: {out[-200:]!r}") from error
 
 
-def run_here(engine: StatefulEngine, manifest: Manifest) -> SelfTest:
+def run_here(engine: Engine, manifest: Manifest) -> SelfTest:
     """Prefill, decode, rewind and decode again. Raises EngineError where the numbers are not right."""
     span, room = engine.span, manifest.context_length
     prefill = max(min(_PREFILL, room - _DECODES), 1)
@@ -137,13 +167,14 @@ def run_here(engine: StatefulEngine, manifest: Manifest) -> SelfTest:
         numerics=str(engine.numerics),
         layer_time_s=decode_s / len(span),
         prefill_time_s=prefill_s / prefill / len(span),
+        engine="paged" if isinstance(engine, PagedEngine) else "stateful",
     )
 
 
 class _Feeder:
     """Made-up tokens and hidden states, the same at the same position, into one session."""
 
-    def __init__(self, engine: StatefulEngine, manifest: Manifest, *, max_tokens: int) -> None:
+    def __init__(self, engine: Engine, manifest: Manifest, *, max_tokens: int) -> None:
         random = np.random.default_rng(0)
         self._engine = engine
         self._tokens = random.integers(0, manifest.vocab_size, max_tokens).astype(np.int32)
@@ -180,6 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parent", type=int)
     parser.add_argument("--device", default="CPU")
     parser.add_argument("--precision", default="accuracy")
+    parser.add_argument("--engine", default="stateful")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--cache-dir", type=Path)
     given = parser.parse_args(arguments)
@@ -187,16 +219,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _die_with(given.parent)
     try:
         manifest = load_manifest(given.package)
-        engine = open_engine(
+        engine = open_span(
             given.package,
             manifest,
             given.span,
+            kind=given.engine,
+            kv_tokens=_KV_TOKENS,
             device=given.device,
             precision=given.precision,
             threads=given.threads,
             cache_dir=given.cache_dir,
         )
         result = run_here(engine, manifest)
+    except UnsupportedModel as error:
+        sys.stderr.write(f"{error}\n")  # the model's files are all right: another engine may run them
+        return EngineError.exit_code
     except SwarmError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

@@ -23,11 +23,13 @@ from peer.connection import Connection
 from peer.lane import Lane
 from peer.onward import Onward
 from peer.pace import Pace
+from peer.schedule import InTurn, Schedule, Shared
 from peer.segments import Builder, Segments
 from peer.sessions import Session, SessionTable
 from peer.worker import StepOutcome, Worker
 from swarm.engine.base import Engine, Step
-from swarm.errors import BadStep, EngineError, PeerFailed, PeerLeaving, SwarmError, UnknownSession
+from swarm.engine.tables import Tables
+from swarm.errors import BadStep, EngineError, PeerBusy, PeerFailed, PeerLeaving, SwarmError, UnknownSession
 from swarm.manifest import Manifest
 from swarm.records import LEAVING, SERVING
 from swarm.spans import LayerRange
@@ -52,12 +54,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """What is served. `entries` and `builder` let routes enter inside the span (see `segments`)."""
+    """What is served. `room` is where the engines have their caches, if those are paged; else each session has one
+    of its own. `entries` and `builder` let routes enter inside the span (see `segments`)."""
 
     manifest: Manifest
     engine: Engine
     limits: SessionLimits
-    batch: int = 1
+    room: Tables | None = None
     entries: tuple[int, ...] = ()
     builder: Builder | None = None
 
@@ -95,7 +98,8 @@ class SpanService:
         # the largest step: an id of 4 bytes and a hidden state in f32 for each token
         self._step_bytes = MAX_STEP_TOKENS * 4 * (1 + manifest.hidden_size)
         self._table = SessionTable(serving.limits, context_length=manifest.context_length, clock=clock)
-        self._worker = Worker(batch=serving.batch, on_failed=self._suspect, clock=clock)
+        schedule: Schedule[Any] = InTurn() if serving.room is None else Shared(serving.room)
+        self._worker = Worker(schedule, on_failed=self._suspect, clock=clock)
         self._segments = Segments(serving.engine, entries=serving.entries, builder=serving.builder, clock=clock)
         self._onward = Onward(hello, clock=clock)
         self._pace = Pace()
@@ -284,7 +288,7 @@ class SpanService:
 
     def _free(self, engine: Engine, key: str) -> None:
         """In the worker's turn: what runs for the session ends first, what opens later finds the room."""
-        self._worker.post(functools.partial(engine.close, key))
+        self._worker.end(engine, key)
         self._segments.release(engine)
 
     def _check_open(self, session: Session) -> None:
@@ -327,5 +331,5 @@ def _try_engine(engine: Engine, manifest: Manifest) -> None:
         (result,) = engine.forward([Step(session=key, start=0, tokens=np.zeros(1, np.int32), hidden=hidden, rows=rows)])
     finally:
         engine.close(key)
-    if isinstance(result, SwarmError):
+    if isinstance(result, SwarmError) and not isinstance(result, PeerBusy):  # no block is free: the device is not asked
         raise EngineError(f"{result}") from result

@@ -6,10 +6,13 @@ import psutil
 
 from peer.config import JoinConfig, SessionLimits
 from peer.segments import Builder
+from peer.selftest import SelfTest
 from peer.service import Serving
 from peer.supply import Supply, divide_memory
-from swarm.engine.base import Engine
-from swarm.engine.compose import open_engine
+from swarm.engine.base import Engine, Numerics
+from swarm.engine.opening import open_span
+from swarm.engine.paged import PagedEngine
+from swarm.engine.store import KvStore
 from swarm.footprint import in_words, step_bytes, weight_bytes
 from swarm.spans import LayerRange
 
@@ -17,14 +20,25 @@ _PARTS = 2
 _SPARE_SHARE = 0.2
 
 
-def load_span(config: JoinConfig, supply: Supply) -> Serving:
-    """Compile the span. Blocks for seconds. Raises PackageError, EngineError, ConfigError."""
+def load_span(config: JoinConfig, supply: Supply, tested: SelfTest) -> Serving:
+    """Compile the span as it was tested. Blocks for seconds. Raises PackageError, EngineError, ConfigError.
+
+    Paged engines of parts have their caches in the whole span's: all sessions together take no more than it has.
+    """
+    kv = Numerics.parse(tested.numerics).kv
+    kv_tokens, left = divide_memory(
+        supply, kv, config.kv_tokens, kv_memory=config.kv_memory, paged=tested.engine == "paged"
+    )
+    store: KvStore | None = None
 
     def build(layers: LayerRange) -> Engine:
-        return open_engine(
+        return open_span(
             supply.package,
             supply.manifest,
             layers,
+            kind=tested.engine,
+            kv_tokens=kv_tokens,
+            store=store,
             device=config.device,
             precision=config.precision,
             threads=config.threads,
@@ -32,8 +46,8 @@ def load_span(config: JoinConfig, supply: Supply) -> Serving:
         )
 
     engine = build(supply.span)
-    kv = engine.numerics.kv
-    kv_tokens, left = divide_memory(supply, kv, config.kv_tokens)
+    if isinstance(engine, PagedEngine):
+        store = engine.store
 
     def part_bytes(layers: LayerRange) -> int:
         """What a graph of these layers adds to this process."""
@@ -56,7 +70,8 @@ def load_span(config: JoinConfig, supply: Supply) -> Serving:
     return Serving(
         manifest=supply.manifest,
         engine=engine,
-        limits=SessionLimits(kv_total=kv_tokens),
+        limits=SessionLimits(kv_total=kv_tokens, reserves=store is None),
+        room=store.tables if store is not None else None,
         entries=entries,
         builder=Builder(build=build, refuse=refuse, most=_PARTS),
     )

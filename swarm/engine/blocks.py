@@ -185,6 +185,12 @@ class BlockTable:
         shared = sum(self._pool.holders(block) > 1 for block in self.blocks[first:needed])
         return max(0, needed - len(self.blocks)) + shared
 
+    def fitting(self, start: int, more: int) -> int:
+        """Tokens from `start` for which there is room in the table's blocks and `more` from the pool."""
+        pool, size = self._pool, self._pool.size
+        shared = sum(pool.holders(block) > 1 for block in self.blocks[start // size :])
+        return max(0, (len(self.blocks) + more - shared) * size - start) if shared <= more else 0
+
     def prepare(self, start: int, n: int) -> tuple[int, int] | None:
         """Rewind to `start` and have blocks for `n` tokens from there. (from, to) where a block is to be copied first.
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, get_args
 
-from swarm.engine.base import Engine
+from swarm.engine.base import Engine, EngineChoice, EngineKind
 from swarm.engine.compose import compose, open_engine
 from swarm.engine.device import PAGED_ATTENTION, compile_span
 from swarm.engine.memory import release_memory
@@ -16,19 +15,18 @@ from swarm.errors import ConfigError, EngineError
 from swarm.manifest import Manifest
 from swarm.spans import LayerRange
 
-EngineKind = Literal["paged", "stateful"]
-EngineChoice = Literal["auto", "paged", "stateful"]
-ENGINE_CHOICES: tuple[EngineChoice, ...] = get_args(EngineChoice)
 
+def engines_to_try(choice: EngineChoice, device: str) -> tuple[EngineKind, ...]:
+    """What `choice` means on `device`: the first of these that works.
 
-def first_choice(choice: EngineChoice, device: str) -> EngineKind:
-    """What `auto` tries first on `device`. Raises ConfigError for a choice that the device cannot have."""
+    Raises ConfigError for a choice that the device cannot have.
+    """
     pages = device.partition(".")[0] == "CPU"
     if choice == "paged" and not pages:
         raise ConfigError(f"--engine paged runs on the CPU; on {device} use --engine stateful")
     if choice == "auto":
-        return "paged" if pages else "stateful"
-    return choice
+        return ("paged", "stateful") if pages else ("stateful",)
+    return (choice,)
 
 
 def open_span(

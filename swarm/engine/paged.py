@@ -25,7 +25,7 @@ from swarm.engine.blocks import BlockTable, Name
 from swarm.engine.device import CompiledSpan
 from swarm.engine.steps import StepRules, all_finite
 from swarm.engine.store import KvStore
-from swarm.errors import BadStep, ContextExceeded, EngineError, SwarmError, UnknownSession
+from swarm.errors import BadStep, ContextExceeded, EngineError, SwarmError
 from swarm.manifest import Manifest
 from swarm.spans import LayerRange
 
@@ -42,7 +42,7 @@ class PagedEngine:
         self._rules = StepRules(manifest, span)
         self._context = manifest.context_length
         self._store = store
-        self._tables: dict[str, BlockTable] = {}
+        self._tables = store.tables
         self._ports = {name: i for i, port in enumerate(compiled.model.inputs) for name in port.get_names()}
         self._main = "input_ids" if self._rules.takes_tokens else "hidden_states"
         try:
@@ -68,33 +68,20 @@ class PagedEngine:
 
         Raises EngineError if it exists, ContextExceeded beyond the model's context or the whole cache.
         """
-        if session in self._tables:
-            raise EngineError(f"session {session!r} is open already: close it first")
-        most = min(self._context, self._store.pool.count * self._store.pool.size)
+        most = min(self._context, self._tables.tokens)
         if max_tokens > most:
             raise ContextExceeded(f"{max_tokens} positions asked for, and at most {most} are possible: ask for less")
-        self._tables[session] = BlockTable(self._store.pool, max_tokens=max_tokens)
+        self._tables.open(session, max_tokens)
 
     def adopt(self, session: str, first: Name, names: Sequence[Name]) -> int:
         """Let a session that has just been opened share blocks: see `BlockTable.adopt`. Raises UnknownSession."""
-        return self._table(session).adopt(first, names)
+        return self._tables.find(session).adopt(first, names)
 
     def length(self, session: str) -> int:
-        return self._table(session).length
-
-    def missing(self, session: str, start: int, n: int) -> int:
-        """Blocks that the session would have to take for `n` tokens from `start`. Raises UnknownSession."""
-        return self._table(session).missing(start, n)
-
-    def holds(self, session: str) -> int:
-        """Blocks that the session holds, shared ones included; 0 where there is no such session."""
-        table = self._tables.get(session)
-        return len(table.blocks) if table is not None else 0
+        return self._tables.find(session).length
 
     def close(self, session: str) -> None:
-        table = self._tables.pop(session, None)
-        if table is not None:
-            table.clear()
+        self._tables.close(session)
 
     def forward(self, steps: Sequence[Step]) -> list[StepResult]:
         """As `Engine` says. A step for which no blocks are left gets PeerBusy and changes nothing.
@@ -131,7 +118,7 @@ class PagedEngine:
     def warm_up(self) -> None:
         """Run a short prompt and one token in a session of its own: see `StatefulEngine.warm_up`."""
         session = "\0warm-up"
-        count = min(_WARM_UP_TOKENS, self._context - 1, self._store.pool.count * self._store.pool.size - 1)
+        count = min(_WARM_UP_TOKENS, self._context - 1, self._tables.tokens - 1)
         self.open(session, count + 1)
         try:
             for start, n in ((0, count), (count, 1)):
@@ -144,9 +131,8 @@ class PagedEngine:
             self.close(session)
 
     def _prepare(self, step: Step) -> BlockTable:
-        table = self._table(step.session)
         self._rules.check(step)
-        table.check(step.start, len(step.tokens))
+        table = self._tables.check(step.session, step.start, len(step.tokens))
         copy = table.prepare(step.start, len(step.tokens))
         if copy is not None:
             self._store.copy(*copy)
@@ -199,12 +185,6 @@ class PagedEngine:
     def _split(self, output: NDArray[np.float32], counts: Sequence[int]) -> list[NDArray[np.float32]]:
         ends = np.cumsum(counts).tolist()
         return [output[end - count : end] for end, count in zip(ends, counts, strict=True)]
-
-    def _table(self, session: str) -> BlockTable:
-        try:
-            return self._tables[session]
-        except KeyError:
-            raise UnknownSession(f"session {session!r} is not open here: open it and feed its known tokens") from None
 
 
 def _positions(steps: Sequence[Step], begins: NDArray[np.int32]) -> NDArray[np.int64]:

@@ -14,6 +14,7 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from swarm.engine.blocks import BlockPool
+from swarm.engine.tables import Tables
 from swarm.errors import EngineError
 from swarm.spans import LayerRange
 
@@ -38,6 +39,7 @@ class KvStore:
         (size,) = sizes
         self.span = span
         self.pool = BlockPool(tokens // size, size)
+        self.tables = Tables(self.pool)
         self.block_bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in layouts.values())
         self._layouts = layouts
         try:

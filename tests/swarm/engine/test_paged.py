@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from swarm.engine.base import Step
 from swarm.engine.blocks import first_name, names_of
 from swarm.engine.compose import open_engine
-from swarm.engine.opening import first_choice, open_span
+from swarm.engine.opening import engines_to_try, open_span
 from swarm.engine.paged import PagedEngine
 from swarm.engine.stateful import StatefulEngine
 from swarm.errors import BadStep, ConfigError, ContextExceeded, EngineError, PeerBusy, SwarmError, UnknownSession
@@ -225,7 +225,7 @@ def test_a_failed_inference_closes_the_sessions_of_its_call(
 
 
 def test_paged_is_what_the_cpu_gets() -> None:
-    assert (first_choice("auto", "CPU"), first_choice("auto", "GPU.0")) == ("paged", "stateful")
-    assert first_choice("stateful", "CPU") == "stateful"
+    assert engines_to_try("auto", "CPU") == ("paged", "stateful")
+    assert engines_to_try("auto", "GPU.0") == engines_to_try("stateful", "CPU") == ("stateful",)
     with pytest.raises(ConfigError, match=r"GPU\.1 use --engine stateful"):
-        first_choice("paged", "GPU.1")
+        engines_to_try("paged", "GPU.1")
