@@ -22,7 +22,7 @@ from peer.config import SessionLimits
 from peer.connection import Connection
 from peer.lane import Lane
 from peer.onward import Onward
-from peer.pace import Pace
+from peer.pace import Pace, Throughput
 from peer.schedule import InTurn, Schedule, Shared
 from peer.segments import Builder, Segments
 from peer.sessions import Session, SessionTable
@@ -31,7 +31,7 @@ from swarm.engine.base import Engine, Step
 from swarm.engine.tables import Tables
 from swarm.errors import BadStep, EngineError, PeerBusy, PeerFailed, PeerLeaving, SwarmError, UnknownSession
 from swarm.manifest import Manifest
-from swarm.records import LEAVING, SERVING
+from swarm.records import LEAVING, SERVING, Work
 from swarm.spans import LayerRange
 from swarm.wire.failures import error_to_failure
 from swarm.wire.messages import (
@@ -76,6 +76,7 @@ class Load:
     state: str
     layer_time_s: float | None
     prefill_time_s: float | None
+    work: Work | None = None
 
 
 class SpanService:
@@ -103,6 +104,8 @@ class SpanService:
         self._segments = Segments(serving.engine, entries=serving.entries, builder=serving.builder, clock=clock)
         self._onward = Onward(hello, clock=clock)
         self._pace = Pace()
+        self._throughput = Throughput()
+        self._room = serving.room
         self._lanes: dict[str, Lane] = {}
         self._keys = itertools.count()
         self._leaving = False
@@ -127,6 +130,13 @@ class SpanService:
             state=LEAVING if self._leaving else SERVING,
             layer_time_s=self._pace.layer_time_s,
             prefill_time_s=self._pace.prefill_time_s,
+            work=Work(
+                engine="paged" if self._room is not None else "stateful",
+                batch=self._throughput.batch,
+                tokens_per_s=self._throughput.tokens_per_s,
+                blocks=self._room.pool.count if self._room is not None else 0,
+                blocks_used=self._room.pool.used if self._room is not None else 0,
+            ),
         )
 
     def start(self) -> None:
@@ -241,6 +251,7 @@ class SpanService:
 
     async def sweep(self) -> None:
         """Give up what nobody used for a while. To be called every now and then."""
+        self._throughput.sample(self._worker.done, self._clock())
         for session in self._table.expire():
             self._ended(session, "expired")
         await self._onward.sweep()
