@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import random
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -122,6 +123,9 @@ class ClientConfig(_Named):
     connection does not answer within `ping_timeout_s` is given up at once, one that answers and computes
     nothing for `stall_s` more after that. Without cover for a layer, `wait_for_peers_s` is how long somebody
     may still join; `repair_timeout_s` and `max_repairs` bound the attempts at one step.
+    Peers keep what they computed of a text for a while, under names that only `prefix_key` makes: clients with the
+    same key start from what any of them has left there, and can tell from the time it takes what that was. None: keep
+    nothing for me.
     `chat_tokens` is what a chat reserves on each hop, at most the model's context.
 
     >>> ClientConfig(chunk_tokens=64).chunks_in_flight
@@ -134,6 +138,7 @@ class ClientConfig(_Named):
     numerics: Numerics | None = None
     mixed_numerics: bool = False
     chat_tokens: int = 4096
+    prefix_key: str | None = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     connect_timeout_s: float = 5.0
     measure_timeout_s: float = 2.0
     open_timeout_s: float = 10.0
@@ -159,6 +164,8 @@ class ClientConfig(_Named):
         _whole("max_repairs", self.max_repairs, 0, 1 << 20)
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; it must be {', '.join(_DTYPES)}")
+        if self.prefix_key is not None and not (isinstance(self.prefix_key, str) and 0 < len(self.prefix_key) <= 256):
+            raise ConfigError("prefix_key must be a text of 1 to 256 characters, or None to have nothing kept")
         if self.numerics is not None and not isinstance(self.numerics, Numerics):
             raise ConfigError(f"numerics is {self.numerics!r}; it must be Numerics(inference=..., kv=...)")
         for entry in fields(self):

@@ -11,7 +11,7 @@ from client.circuit import Answer
 from client.config import GenerationConfig
 from client.metrics import Meter, Metrics
 from client.pieces import Writer
-from client.pipeline import Pipeline, common_prefix
+from client.pipeline import Pipeline
 from swarm.errors import ConfigError, ContextExceeded
 from swarm.manifest import Manifest
 from swarm.sampling import Choice, Sampling
@@ -100,7 +100,7 @@ async def generate(pipeline: Pipeline, task: Task, meter: Meter) -> AsyncGenerat
     Raises what `Pipeline.advance` raises; what came before is already given.
     """
     known = list(task.prompt)
-    reused = min(common_prefix(pipeline.cached, known), len(known) - 1)
+    reused = 0
     repairs = pipeline.repairs
     writer = Writer(task.decode, stops=task.config.stops, tidies=task.tidies)
     stop_ids = task.stop_ids
@@ -117,6 +117,8 @@ async def generate(pipeline: Pipeline, task: Task, meter: Meter) -> AsyncGenerat
                 raise
             reason = FinishReason.CONTEXT  # a peer's limit is lower than it said: the text so far is kept
         else:
+            if len(known) == len(task.prompt):
+                reused = pipeline.reused
             tokens, logprobs = _chosen(answer)
             known.extend(tokens)
             reason = _finish_reason(task, stop_ids, known)

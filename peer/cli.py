@@ -68,6 +68,9 @@ def join(
     kv_memory: Annotated[
         str | None, typer.Option(metavar="2GB", help="The most memory for KV cache; otherwise what is left.")
     ] = None,
+    shared_prefixes: Annotated[
+        bool, typer.Option(help="Keep the cache of texts that ended, for sessions that begin alike.")
+    ] = True,
     threads: Annotated[int, typer.Option(help="Compute threads; 0 leaves the choice to OpenVINO.")] = 0,
     identity: IdentityFile = None,
     name: Name = "",
@@ -94,6 +97,7 @@ def join(
         engine=engine,
         max_memory=None if max_memory is None else parse_bytes(max_memory),
         kv_tokens=kv_tokens,
+        shared_prefixes=shared_prefixes,
         kv_memory=None if kv_memory is None else parse_bytes(kv_memory),
         threads=threads,
         identity=identity,

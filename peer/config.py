@@ -84,6 +84,7 @@ class JoinConfig:
     max_memory: int | None = None
     kv_tokens: int | None = None
     kv_memory: int | None = None
+    shared_prefixes: bool = True
     threads: int = 0
     identity: Path | None = None
     name: str = ""

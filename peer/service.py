@@ -54,13 +54,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """What is served. `room` is where the engines have their caches, if those are paged; else each session has one
-    of its own. `entries` and `builder` let routes enter inside the span (see `segments`)."""
+    """What is served. `entries` and `builder` let routes enter inside the span (see `segments`).
+
+    `room` is where the engines have their caches, if those are paged; else each session has one of its own.
+    `shares`: sessions may begin with what others have left there.
+    """
 
     manifest: Manifest
     engine: Engine
     limits: SessionLimits
     room: Tables | None = None
+    shares: bool = True
     entries: tuple[int, ...] = ()
     builder: Builder | None = None
 
@@ -106,6 +110,7 @@ class SpanService:
         self._pace = Pace()
         self._throughput = Throughput()
         self._room = serving.room
+        self._shares = serving.shares
         self._lanes: dict[str, Lane] = {}
         self._keys = itertools.count()
         self._leaving = False
@@ -165,7 +170,7 @@ class SpanService:
         try:
             engine = await self._segments.lease(session.span)
             self._check_open(session)
-            await self._worker.call(functools.partial(engine.open, key, session.max_tokens))
+            held = await self._worker.call(functools.partial(self._begin, engine, key, session, ask.prefix))
             self._check_open(session)
         except BaseException as error:
             self._drop(session)
@@ -193,7 +198,17 @@ class SpanService:
             "session %s opened by %s: layers %s, %d tokens, epoch %d",
             *(session.name, connection.remote, session.span, session.max_tokens, session.epoch),
         )
-        return SessionOpened(request=ask.request, kv_free=self._table.kv_free)
+        return SessionOpened(request=ask.request, kv_free=self._table.kv_free, held=held)
+
+    def _begin(self, engine: Engine, key: str, session: Session, prefix: bytes) -> int:
+        """In the worker's thread: a session in the engine; how many tokens of its prefix are there already."""
+        engine.open(key, session.max_tokens)
+        if self._room is None or not self._shares:
+            return 0
+        ids = self._room.adopt(key, prefix, tag=f"{session.span} {engine.numerics}".encode())
+        session.history[: len(ids)] = ids
+        session.length = len(ids)
+        return len(ids)
 
     async def link(self, connection: Connection, ask: Link) -> Linked:
         """Raises UnknownSession, BadStep, PeerUnreachable, and what the next hop says to `Attach`."""

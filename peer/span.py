@@ -71,6 +71,7 @@ def load_span(config: JoinConfig, supply: Supply, tested: SelfTest) -> Serving:
         manifest=supply.manifest,
         engine=engine,
         limits=SessionLimits(kv_total=kv_tokens, reserves=store is None),
+        shares=config.shared_prefixes,
         room=store.tables if store is not None else None,
         entries=entries,
         builder=Builder(build=build, refuse=refuse, most=_PARTS),

@@ -46,6 +46,17 @@ def next_name(before: Name, ids: Ids) -> Name:
     return hashlib.blake2b(before + raw, digest_size=NAME_BYTES).digest()
 
 
+def pack_names(first: Name, names: Sequence[Name], *, most: int) -> bytes:
+    """A chain as it travels: its beginning and as many of its names as `most` bytes hold."""
+    return b"".join([first, *names])[: most - most % NAME_BYTES]
+
+
+def unpack_names(packed: bytes) -> tuple[Name, list[Name]]:
+    """What `pack_names` made. The first of `packed`, which is not empty, and the others."""
+    first, *names = (packed[at : at + NAME_BYTES] for at in range(0, len(packed), NAME_BYTES))
+    return first, names
+
+
 def names_of(ids: Ids, *, first: Name, size: int = BLOCK_TOKENS) -> list[Name]:
     """The names of all full blocks of a text `ids` [n]."""
     names = [first]
@@ -55,13 +66,17 @@ def names_of(ids: Ids, *, first: Name, size: int = BLOCK_TOKENS) -> list[Name]:
 
 
 class BlockPool:
-    """`count` blocks of `size` positions. Every block is held, kept or empty; nothing here allocates memory."""
+    """`count` blocks of `size` positions. Every block is held, kept or empty; nothing here allocates memory.
 
-    def __init__(self, count: int, size: int) -> None:
+    `most_kept` bounds what lies there only because somebody may want it; None: until its room is needed.
+    """
+
+    def __init__(self, count: int, size: int, *, most_kept: int | None = None) -> None:
         if count < 1 or size < 1:
             raise EngineError(f"{count} blocks of {size} tokens are no KV cache: give it more memory")
         self.count = count
         self.size = size
+        self._most_kept = count if most_kept is None else most_kept
         self.ids = np.zeros((count, size), np.int32)  # [block, offset]: the token at each position
         self._holders = [0] * count
         self._names: list[Name | None] = [None] * count
@@ -114,6 +129,10 @@ class BlockPool:
             return
         if self._names[block] is not None:
             self._kept[block] = None
+            while len(self._kept) > self._most_kept:
+                oldest, _ = self._kept.popitem(last=False)
+                self.unname(oldest)
+                self._empty.append(oldest)
         else:
             self._empty.append(block)
 
@@ -149,22 +168,24 @@ class BlockTable:
         self.length = 0
         self._pool = pool
         self._names: list[Name] = []  # what the chain begins with, then those of the full blocks
+        self._tag = b""
 
-    def adopt(self, first: Name, names: Sequence[Name]) -> int:
-        """Begin with the longest prefix of `names` that the pool still has; how many tokens that are.
+    def adopt(self, first: Name, names: Sequence[Name], *, tag: bytes = b"") -> Ids:
+        """Begin with the longest prefix of `names` that the pool still has; its tokens.
 
-        `first` begins the chain, of this and of what is written later. Once, before the first step.
+        `first` begins the chain, of this and of what is written later. `tag` tells caches apart that whoever made the
+        names does not know of: the layers that they are of. Once, before the first step.
         """
-        self._names = [first]
+        self._names, self._tag = [first], tag
         for name in names:
-            block = self._pool.find(name)
+            block = self._pool.find(name + tag)
             if block is None or (len(self.blocks) + 1) * self._pool.size > self.max_tokens:
                 break
             self._pool.hold(block)
             self.blocks.append(block)
             self._names.append(name)
         self.length = len(self.blocks) * self._pool.size
-        return self.length
+        return self._pool.ids[self.blocks].reshape(-1)
 
     def check(self, start: int, n: int) -> None:
         """Raises BadStep for a step that leaves a gap or is empty, ContextExceeded for one too long."""
@@ -232,7 +253,7 @@ class BlockTable:
             at += count
             if at % size == 0 and len(self._names) == place + 1:
                 self._names.append(next_name(self._names[place], pool.ids[block]))
-                pool.entitle(block, self._names[-1])
+                pool.entitle(block, self._names[-1] + self._tag)
 
     def clear(self) -> None:
         """Let go of everything, the end first: the beginning of a text is what others have in common with it."""

@@ -21,7 +21,7 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from swarm.engine.base import Numerics, Step, StepResult
-from swarm.engine.blocks import BlockTable, Name
+from swarm.engine.blocks import BlockTable
 from swarm.engine.device import CompiledSpan
 from swarm.engine.steps import StepRules, all_finite
 from swarm.engine.store import KvStore
@@ -72,10 +72,6 @@ class PagedEngine:
         if max_tokens > most:
             raise ContextExceeded(f"{max_tokens} positions asked for, and at most {most} are possible: ask for less")
         self._tables.open(session, max_tokens)
-
-    def adopt(self, session: str, first: Name, names: Sequence[Name]) -> int:
-        """Let a session that has just been opened share blocks: see `BlockTable.adopt`. Raises UnknownSession."""
-        return self._tables.find(session).adopt(first, names)
 
     def length(self, session: str) -> int:
         return self._tables.find(session).length

@@ -18,6 +18,9 @@ from swarm.engine.tables import Tables
 from swarm.errors import EngineError
 from swarm.spans import LayerRange
 
+# The pages of a block that was never written cost nothing; what is kept for nobody in particular should not grow
+# to all that a peer may take.
+_MOST_KEPT_TOKENS = 32768
 _CACHE = re.compile(r"(key|value)_cache\.(\d+)")
 Place = tuple[int, str]
 """(layer of the model, `key` or `value`)."""
@@ -38,7 +41,7 @@ class KvStore:
             raise EngineError(f"the device states {len(layouts)} caches for layers {span}: --engine stateful has none")
         (size,) = sizes
         self.span = span
-        self.pool = BlockPool(tokens // size, size)
+        self.pool = BlockPool(tokens // size, size, most_kept=_MOST_KEPT_TOKENS // size)
         self.tables = Tables(self.pool)
         self.block_bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in layouts.values())
         self._layouts = layouts

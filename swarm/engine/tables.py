@@ -6,7 +6,9 @@ position 0 fills it again.
 
 from __future__ import annotations
 
-from swarm.engine.blocks import BlockPool, BlockTable
+import numpy as np
+
+from swarm.engine.blocks import BLOCK_TOKENS, BlockPool, BlockTable, Ids, unpack_names
 from swarm.errors import EngineError, UnknownSession
 
 
@@ -36,6 +38,18 @@ class Tables:
         if session in self._tables:
             raise EngineError(f"session {session!r} is open already: close it first")
         self._tables[session] = BlockTable(self.pool, max_tokens=max_tokens)
+
+    def adopt(self, session: str, packed: bytes, *, tag: bytes) -> Ids:
+        """Let a session that has just been opened share blocks; what is cached of it: see `BlockTable.adopt`.
+
+        `packed` as `pack_names` makes it. Names are of `BLOCK_TOKENS` tokens: blocks of another size are not shared.
+        Raises UnknownSession.
+        """
+        table = self.find(session)
+        if self.pool.size != BLOCK_TOKENS or not packed:
+            return np.empty(0, np.int32)
+        first, names = unpack_names(packed)
+        return table.adopt(first, names, tag=tag)
 
     def close(self, session: str) -> None:
         """Give everything back. Closing one that is not there does nothing."""

@@ -46,6 +46,7 @@ MAX_STEP_TOKENS = 2048
 MAX_STEP_ROWS = 64
 """Tokens that one step may ask for: choosing each takes milliseconds of the device's thread."""
 MAX_HOPS = 256
+MAX_PREFIX_BYTES = 32 << 10
 MAX_DETAIL = 32
 MAX_DETAIL_VALUES = 1024
 GREEDY = Sampling()
@@ -133,6 +134,9 @@ class OpenSession(Message):
     `secret` (16 ... 64 bytes) is what the hop before must show. `dtype` is how hidden states leave this
     hop: f32, f16 or bf16. Opening a session again, by who opened it, forgets what is cached, keeps the
     reservation and starts `epoch`.
+
+    `prefix` names the text that the session is going to begin with: the name that its chain begins with, then one
+    for each full block of tokens, 16 bytes each (`engine.blocks`). Empty: its cache is nobody else's, now and later.
     """
 
     kind: ClassVar[str] = "open"
@@ -144,9 +148,12 @@ class OpenSession(Message):
     last: int
     max_tokens: int
     dtype: str = "f32"
+    prefix: bytes = b""
 
     def __post_init__(self) -> None:
         self._naturals("request", "epoch", "first", "last", "max_tokens")
+        check(isinstance(self.prefix, bytes) and len(self.prefix) <= MAX_PREFIX_BYTES, self, "prefix")
+        check(len(self.prefix) % 16 == 0, self, "prefix")
         self._session()
         check(isinstance(self.secret, bytes) and 16 <= len(self.secret) <= 64, self, "secret")
         check(self.first < self.last, self, "last")
@@ -155,14 +162,15 @@ class OpenSession(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOpened(Message):
-    """Room is there. `kv_free` is what is left for others, in tokens."""
+    """Room is there. `kv_free` is what is left for others, in tokens; `held` what is cached already of the prefix."""
 
     kind: ClassVar[str] = "opened"
     request: int
     kv_free: int
+    held: int = 0
 
     def __post_init__(self) -> None:
-        self._naturals("request", "kv_free")
+        self._naturals("request", "kv_free", "held")
 
 
 @dataclass(frozen=True, kw_only=True)

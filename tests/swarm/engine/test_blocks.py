@@ -33,7 +33,9 @@ class Blocks(RuleBasedStateMachine):
             return
         table, held = BlockTable(self.pool, max_tokens=ROOM), 0
         if shares:
-            held = table.adopt(FIRST, names_of(np.array(text, np.int32), first=FIRST, size=SIZE))
+            ids = table.adopt(FIRST, names_of(np.array(text, np.int32), first=FIRST, size=SIZE))
+            held = len(ids)
+            assert ids.tolist() == text[:held]
         assert held <= len(text)
         self.tables.append(table)
         self.texts.append(text[:held])
@@ -152,3 +154,12 @@ def test_wrong_steps_and_sizes_are_named() -> None:
         table.check(1, 1)
     with pytest.raises(EngineError, match="0 blocks"):
         BlockPool(0, SIZE)
+
+
+def test_no_more_is_kept_than_is_wanted() -> None:
+    pool = BlockPool(8, SIZE, most_kept=2)
+    table = sharing(pool)
+    put(table, 0, *range(16))
+    table.clear()
+    assert (pool.kept, pool.free) == (2, 8)
+    assert sharing(pool, *range(16)).length == 8

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from swarm.engine.base import Step
-from swarm.engine.blocks import first_name, names_of
+from swarm.engine.blocks import first_name, names_of, pack_names
 from swarm.engine.compose import open_engine
 from swarm.engine.opening import engines_to_try, open_span
 from swarm.engine.paged import PagedEngine
@@ -51,7 +51,8 @@ def alone(engine: StatefulEngine, ids: Ids) -> NDArray[np.float32]:
 
 def begin(engine: PagedEngine, session: str, first: bytes, names: list[bytes]) -> int:
     engine.open(session, 150)
-    return engine.adopt(session, first, names)
+    packed = pack_names(first, names, most=1 << 15)
+    return len(engine.store.tables.adopt(session, packed, tag=b"0:4"))
 
 
 @pytest.fixture(scope="module")
