@@ -103,8 +103,8 @@ class SpanService:
         # the largest step: an id of 4 bytes and a hidden state in f32 for each token
         self._step_bytes = MAX_STEP_TOKENS * 4 * (1 + manifest.hidden_size)
         self._table = SessionTable(serving.limits, context_length=manifest.context_length, clock=clock)
-        schedule: Schedule[Any] = InTurn() if serving.room is None else Shared(serving.room)
-        self._worker = Worker(schedule, on_failed=self._suspect, clock=clock)
+        self._schedule: Schedule[Any] = InTurn() if serving.room is None else Shared(serving.room)
+        self._worker = Worker(self._schedule, on_failed=self._suspect, clock=clock)
         self._segments = Segments(serving.engine, entries=serving.entries, builder=serving.builder, clock=clock)
         self._onward = Onward(hello, clock=clock)
         self._pace = Pace()
@@ -125,6 +125,11 @@ class SpanService:
     @property
     def entries(self) -> tuple[int, ...]:
         return self._segments.entries
+
+    @property
+    def preempted(self) -> int:
+        """How often a session lost its blocks to others."""
+        return self._schedule.preempted if isinstance(self._schedule, Shared) else 0
 
     def load(self) -> Load:
         return Load(
