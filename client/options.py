@@ -39,6 +39,13 @@ NumericsOption = Annotated[
         metavar="INFERENCE/KV", help="Only peers that compute so, for example f32/f32. Default: whatever is cheapest."
     ),
 ]
+PrefixKey = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help="Share what peers keep of prompts with all who give the same key; otherwise with nobody.",
+    ),
+]
 
 
 def parse_initial_peers(texts: Sequence[str]) -> list[Address]:

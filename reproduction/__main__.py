@@ -21,6 +21,13 @@ EXPERIMENTS = {
     "memory": "resident memory of a peer against the bytes of its span",
     "startup": "cold and warm join to announced; generate from process start to first token",
     "precision": "accuracy against performance mode: speed, and how often greedy text differs",
+    "micro_batching": "1, 2 and 3 streams that interleave over two peers, one step at a time",
+    "progression": "two peers with one stream and with two against one unsplit user on one core",
+    "three_stages": "three peers and three users, stateful and paged",
+    "prefill": "a prompt of 2,000 tokens over two peers against the unsplit model on one core",
+    "interference": "the gaps of a running text while prompts of 2,000 tokens arrive",
+    "prefix": "time to first token with a prefix of 1,000 tokens kept and not kept",
+    "batching": "1 to 32 users on two peers against the unsplit model on one core, for one user and for as many",
 }
 
 
