@@ -79,9 +79,7 @@ def generate(
     if system is not None:
         asked = [{"role": "system", "content": system}, {"role": "user", "content": text}]
     with Progress() as progress:
-        reply = loops.run(
-            _generate(model, initial_peers, numerics, prefix_key, asked, config, progress, raw, as_json)
-        )
+        reply = loops.run(_generate(model, initial_peers, numerics, prefix_key, asked, config, progress, raw, as_json))
         if as_json:
             write_json(reply.to_plain(), indent=None)
         progress.note(describe(reply), dim=True)

@@ -34,7 +34,7 @@ from swarm.directory import Directory
 from swarm.engine.blocks import BLOCK_TOKENS
 from swarm.errors import ConfigError, DamagedFile, DirectoryError, PeerError, RemoteProtocolError, UnknownModel
 from swarm.fetch import fetch_manifest, fetch_parts
-from swarm.footprint import KV_GROWTH, in_words, share_of
+from swarm.footprint import KV_GROWTH, attention_bytes, in_words, kv_bytes, share_of
 from swarm.manifest import (
     EMBED,
     HEAD,
@@ -168,7 +168,11 @@ def divide_memory(
     alone = needed_bytes(manifest, span, kv=kv, kv_tokens=0)
     inside = any(span.first < edge < span.last for edge in manifest.grid)
     room = (supply.memory - alone) // (2 if inside else 1)
-    each = kv_token_bytes(manifest, span, kv) / (KV_GROWTH if paged else 1)
+    each: float = kv_token_bytes(manifest, span, kv)
+    if paged:
+        each = kv_bytes(manifest.kv_elements(span), kv) / KV_GROWTH
+        # one step attends to one session at a time, however many there are
+        room -= attention_bytes(manifest.hidden_size) * manifest.context_length
     tokens = int((room if kv_memory is None else min(room, kv_memory)) / each)
     if tokens < (BLOCK_TOKENS if paged else 1):
         if kv_memory is not None and kv_memory < room:

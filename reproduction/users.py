@@ -20,6 +20,7 @@ from client.planner import Planner
 from reproduction.local import even
 from reproduction.models import Model
 from reproduction.peers import pinned_swarm
+from swarm import loops
 from swarm.address import Address
 from swarm.greeting import client_hello
 from swarm.localswarm import LocalSwarm
@@ -127,7 +128,7 @@ class Crowd:
 @contextlib.contextmanager
 def crowd_on(model: Model, ways: int, *options: str, config: ClientConfig | None = None) -> Iterator[Crowd]:
     """The model in `ways` even spans, each on a peer with the `swarm join` options `options`."""
-    with asyncio.Runner() as runner, pinned_swarm(model, even(model, ways), *options) as swarm:
+    with loops.runner() as runner, pinned_swarm(model, even(model, ways), *options) as swarm:
         users = users_of(model, swarm.addresses, config)
         try:
             yield Crowd(runner, runner.run(_enter(users)), swarm)
