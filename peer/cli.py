@@ -68,6 +68,10 @@ def join(
     kv_memory: Annotated[
         str | None, typer.Option(metavar="2GB", help="The most memory for KV cache; otherwise what is left.")
     ] = None,
+    kv_spill: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Put caches of pausing sessions there when others need the room.")
+    ] = None,
+    kv_spill_size: Annotated[str, typer.Option(metavar="8GB", help="The most that --kv-spill may take.")] = "8GB",
     shared_prefixes: Annotated[
         bool, typer.Option(help="Keep the cache of texts that ended, for sessions that begin alike.")
     ] = True,
@@ -97,6 +101,8 @@ def join(
         engine=engine,
         max_memory=None if max_memory is None else parse_bytes(max_memory),
         kv_tokens=kv_tokens,
+        kv_spill=kv_spill,
+        kv_spill_size=parse_bytes(kv_spill_size),
         shared_prefixes=shared_prefixes,
         kv_memory=None if kv_memory is None else parse_bytes(kv_memory),
         threads=threads,

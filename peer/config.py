@@ -84,6 +84,8 @@ class JoinConfig:
     max_memory: int | None = None
     kv_tokens: int | None = None
     kv_memory: int | None = None
+    kv_spill: Path | None = None
+    kv_spill_size: int = 8_000_000_000
     shared_prefixes: bool = True
     threads: int = 0
     identity: Path | None = None
@@ -99,6 +101,8 @@ class JoinConfig:
             raise ConfigError(f"max_memory is {self.max_memory!r}; it must be over 0 bytes")
         if self.engine not in ENGINE_CHOICES:
             raise ConfigError(f"engine is {self.engine!r}; it must be one of {', '.join(ENGINE_CHOICES)}")
+        if self.kv_spill_size <= 0:
+            raise ConfigError(f"kv_spill_size is {self.kv_spill_size!r}; it must be over 0 bytes")
         if self.kv_memory is not None and self.kv_memory <= 0:
             raise ConfigError(f"kv_memory is {self.kv_memory!r}; it must be over 0 bytes")
         if self.kv_tokens is not None and self.kv_tokens < 1:

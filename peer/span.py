@@ -12,6 +12,7 @@ from peer.supply import Supply, divide_memory
 from swarm.engine.base import Engine, Numerics
 from swarm.engine.opening import open_span
 from swarm.engine.paged import PagedEngine
+from swarm.engine.spill import Spill
 from swarm.engine.store import KvStore
 from swarm.footprint import in_words, step_bytes, weight_bytes
 from swarm.spans import LayerRange
@@ -48,6 +49,8 @@ def load_span(config: JoinConfig, supply: Supply, tested: SelfTest) -> Serving:
     engine = build(supply.span)
     if isinstance(engine, PagedEngine):
         store = engine.store
+        if config.kv_spill is not None:
+            store.spill_to(Spill(config.kv_spill, most_bytes=config.kv_spill_size))
 
     def part_bytes(layers: LayerRange) -> int:
         """What a graph of these layers adds to this process."""

@@ -27,6 +27,7 @@ EXPERIMENTS = {
     "prefill": "a prompt of 2,000 tokens over two peers against the unsplit model on one core",
     "interference": "the gaps of a running text while prompts of 2,000 tokens arrive",
     "prefix": "time to first token with a prefix of 1,000 tokens kept and not kept",
+    "soak": "ten minutes of 32 users who come and go while peers are killed: no wrong token, no leak",
     "batching": "1 to 32 users on two peers against the unsplit model on one core, for one user and for as many",
 }
 

@@ -169,6 +169,7 @@ class BlockTable:
         self._pool = pool
         self._names: list[Name] = []  # what the chain begins with, then those of the full blocks
         self._tag = b""
+        self._away: Ids | None = None  # [blocks, size]: the tokens of blocks that are somewhere else
 
     def adopt(self, first: Name, names: Sequence[Name], *, tag: bytes = b"") -> Ids:
         """Begin with the longest prefix of `names` that the pool still has; its tokens.
@@ -187,6 +188,31 @@ class BlockTable:
         self.length = len(self.blocks) * self._pool.size
         return self._pool.ids[self.blocks].reshape(-1)
 
+    @property
+    def is_away(self) -> bool:
+        """Its blocks are somewhere else; its length and names are as they were."""
+        return self._away is not None
+
+    def send_away(self) -> None:
+        """Let go of the blocks, whose content somebody has saved."""
+        self._away = self._pool.ids[self.blocks]
+        for block in reversed(self.blocks):
+            self._pool.release(block)
+        self.blocks.clear()
+
+    def bring_back(self) -> list[int]:
+        """Blocks for what was sent away, to be filled with it. Raises PeerBusy where there are not enough."""
+        assert self._away is not None
+        away = self._away
+        if len(away) > self._pool.free:
+            raise PeerBusy(f"{len(away)} blocks of KV cache are needed and {self._pool.free} are free", retry_after=1.0)
+        self.blocks = [self._pool.take() for _ in away]
+        self._pool.ids[self.blocks] = away
+        self._away = None
+        for block, name in zip(self.blocks, self._names[1:], strict=False):
+            self._pool.entitle(block, name + self._tag)
+        return self.blocks
+
     def check(self, start: int, n: int) -> None:
         """Raises BadStep for a step that leaves a gap or is empty, ContextExceeded for one too long."""
         if n < 1:
@@ -203,12 +229,16 @@ class BlockTable:
         """Blocks to be taken from the pool for `n` tokens from `start`: new ones, and copies of shared ones."""
         size = self._pool.size
         first, needed = start // size, -(-(start + n) // size)
+        if self._away is not None:
+            return max(len(self._away), needed)
         shared = sum(self._pool.holders(block) > 1 for block in self.blocks[first:needed])
         return max(0, needed - len(self.blocks)) + shared
 
     def fitting(self, start: int, more: int) -> int:
         """Tokens from `start` for which there is room in the table's blocks and `more` from the pool."""
         pool, size = self._pool, self._pool.size
+        if self._away is not None:
+            return max(0, more * size - start) if len(self._away) <= more else 0
         shared = sum(pool.holders(block) > 1 for block in self.blocks[start // size :])
         return max(0, (len(self.blocks) + more - shared) * size - start) if shared <= more else 0
 
@@ -260,5 +290,6 @@ class BlockTable:
         for block in reversed(self.blocks):
             self._pool.release(block)
         self.blocks.clear()
+        self._away = None
         del self._names[1:]
         self.length = 0

@@ -7,13 +7,14 @@ draw on one pool. The system gives the memory as blocks are first written.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
 from swarm.engine.blocks import BlockPool
+from swarm.engine.spill import Spill
 from swarm.engine.tables import Tables
 from swarm.errors import EngineError
 from swarm.spans import LayerRange
@@ -45,6 +46,7 @@ class KvStore:
         self.tables = Tables(self.pool)
         self.block_bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in layouts.values())
         self._layouts = layouts
+        self._spill: Spill | None = None
         try:
             self._arrays = {
                 place: np.zeros((self.pool.count, *shape), dtype) for place, (shape, dtype) in layouts.items()
@@ -74,9 +76,27 @@ class KvStore:
         for array in self._arrays.values():
             array[target] = array[source]
 
-    def read(self, block: int) -> list[NDArray[np.generic]]:
-        """Views of a block's parts, in an order that `write` knows."""
-        return [array[block] for array in self._arrays.values()]
+    def spill_to(self, spill: Spill) -> None:
+        """Let blocks of pausing sessions go to disk from now on, when others need the room."""
+        self._spill = spill
+        self.tables.disk = self
+
+    def save(self, session: str, blocks: Sequence[int]) -> bool:
+        """As `tables.Disk` says."""
+        return self._spill is not None and self._spill.put(session, self._parts(blocks))
+
+    def load(self, session: str, blocks: Sequence[int]) -> None:
+        """As `tables.Disk` says. Raises DamagedFile."""
+        if self._spill is not None:
+            self._spill.take(session, self._parts(blocks))
+
+    def drop(self, session: str) -> None:
+        if self._spill is not None:
+            self._spill.drop(session)
+
+    def _parts(self, blocks: Sequence[int]) -> list[NDArray[np.generic]]:
+        """Views: all layers of a block, block after block."""
+        return [array[block] for block in blocks for array in self._arrays.values()]
 
 
 def _layouts(

@@ -1,15 +1,33 @@
 """All sessions whose caches lie in one pool of blocks, whichever engine computes them. Pure.
 
-A session that is *evicted* stays open and empty: a step that counts on what it had is refused, one from
-position 0 fills it again.
+A session that is *evicted* stays open. Where there is a disk, its blocks go there and come back with its next step.
+Else it is empty: a step that counts on what it had is refused, one from position 0 fills it again.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
 import numpy as np
 
 from swarm.engine.blocks import BLOCK_TOKENS, BlockPool, BlockTable, Ids, unpack_names
-from swarm.errors import EngineError, UnknownSession
+from swarm.errors import DamagedFile, EngineError, UnknownSession
+
+_log = logging.getLogger(__name__)
+
+
+class Disk(Protocol):
+    """Where blocks can wait."""
+
+    def save(self, session: str, blocks: Sequence[int]) -> bool:
+        """False where that is not possible."""
+
+    def load(self, session: str, blocks: Sequence[int]) -> None:
+        """Raises DamagedFile; the blocks hold nothing of use then."""
+
+    def drop(self, session: str) -> None: ...
 
 
 class Tables:
@@ -17,6 +35,7 @@ class Tables:
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
+        self.disk: Disk | None = None
         self._tables: dict[str, BlockTable] = {}
         self._evicted: set[str] = set()
 
@@ -56,12 +75,18 @@ class Tables:
         table = self._tables.pop(session, None)
         self._evicted.discard(session)
         if table is not None:
+            if table.is_away and self.disk is not None:
+                self.disk.drop(session)
             table.clear()
 
     def evict(self, session: str) -> None:
         """Take the session's blocks; it stays open. Nothing happens where it has none."""
         table = self._tables.get(session)
-        if table is not None and table.blocks:
+        if table is None or not table.blocks:
+            return
+        if self.disk is not None and self.disk.save(session, table.blocks):
+            table.send_away()
+        else:
             table.clear()
             self._evicted.add(session)
 
@@ -78,6 +103,8 @@ class Tables:
         Raises UnknownSession (also where it was evicted), BadStep, ContextExceeded.
         """
         table = self.find(session)
+        if table.is_away:
+            self._bring_back(session, table)
         if session in self._evicted:
             if start > 0:
                 raise UnknownSession(
@@ -87,6 +114,18 @@ class Tables:
             self._evicted.discard(session)
         table.check(start, n)
         return table
+
+    def _bring_back(self, session: str, table: BlockTable) -> None:
+        assert self.disk is not None  # it went there
+        blocks = table.bring_back()
+        try:
+            self.disk.load(session, blocks)
+        except DamagedFile as error:
+            _log.warning("a session begins again: %s", error)
+            for block in blocks:
+                self.pool.unname(block)
+            table.clear()
+            self._evicted.add(session)
 
     # -- what a schedule asks
 

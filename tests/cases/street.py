@@ -27,6 +27,7 @@ from swarm.engine.base import EngineKind, Step
 from swarm.engine.compose import open_engine
 from swarm.engine.opening import open_span
 from swarm.engine.paged import PagedEngine
+from swarm.engine.spill import Spill
 from swarm.greeting import client_hello, peer_hello
 from swarm.identity import Identity
 from swarm.manifest import Manifest, load_manifest
@@ -106,14 +107,18 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def street(package: Path, kinds: Sequence[EngineKind], *, kv_tokens: int = 4096) -> AsyncIterator[Street]:
-    """A peer for each of `SPANS` with an engine of its kind and room for `kv_tokens`."""
+async def street(
+    package: Path, kinds: Sequence[EngineKind], *, kv_tokens: int = 4096, spill: Path | None = None
+) -> AsyncIterator[Street]:
+    """A peer for each of `SPANS` with an engine of its kind and room for `kv_tokens`, then on disk below `spill`."""
     manifest = load_manifest(package)
     made = Street(manifest, MemoryDirectory())
     async with contextlib.AsyncExitStack() as stack:
         for number, (span, kind) in enumerate(zip(SPANS, kinds, strict=True)):
             engine = open_span(package, manifest, span, kind=kind, kv_tokens=kv_tokens, threads=1)
             paged = isinstance(engine, PagedEngine)
+            if isinstance(engine, PagedEngine) and spill is not None:
+                engine.store.spill_to(Spill(spill, most_bytes=10_000_000))
             serving = Serving(
                 manifest=manifest,
                 engine=engine,

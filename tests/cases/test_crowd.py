@@ -71,13 +71,18 @@ def test_sixteen_at_once_write_what_each_writes_alone(
     asyncio.run(story())
 
 
-def test_where_the_cache_is_too_small_for_all_the_young_begin_again_and_nobody_is_turned_out(
-    package: Path, texts: list[Text]
+@pytest.mark.parametrize("spills", [False, True], ids=["computed again", "from disk"])
+def test_where_the_cache_is_too_small_for_all_the_young_wait_and_nobody_is_turned_out(
+    spills: bool, package: Path, texts: list[Text], tmp_path: Path
 ) -> None:
+    spill = tmp_path if spills else None
+
     async def story() -> None:
-        async with street(package, ("paged",) * 3, kv_tokens=320) as made, made.client() as client:
+        async with street(package, ("paged",) * 3, kv_tokens=320, spill=spill) as made, made.client() as client:
             await crowd([client], texts, random.Random(2))
             assert preempted(made) > 0
+            told = [event.text for event in made.events if "needed for older sessions" in event.text]
+            assert bool(told) != spills
             await made.empties()
 
     asyncio.run(story())
