@@ -178,9 +178,9 @@ def divide_memory(
         if kv_memory is not None and kv_memory < room:
             raise ConfigError(f"--kv-memory {in_words(kv_memory)} holds {tokens} tokens of layers {span}: allow more")
         raise ConfigError(_too_big(manifest, span, supply.memory, kv=kv, kv_tokens=1))
-    tokens = min(tokens, kv_tokens) if kv_tokens is not None else tokens
     if paged:
-        tokens = max(tokens // BLOCK_TOKENS, 1) * BLOCK_TOKENS
+        tokens = tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    tokens = min(tokens, kv_tokens) if kv_tokens is not None else tokens
     return tokens, supply.memory - alone - int(tokens * each)
 
 

@@ -42,7 +42,7 @@ class KvStore:
             raise EngineError(f"the device states {len(layouts)} caches for layers {span}: --engine stateful has none")
         (size,) = sizes
         self.span = span
-        self.pool = BlockPool(tokens // size, size, most_kept=_MOST_KEPT_TOKENS // size)
+        self.pool = BlockPool(-(-tokens // size), size, most_kept=_MOST_KEPT_TOKENS // size)
         self.tables = Tables(self.pool)
         self.block_bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in layouts.values())
         self._layouts = layouts

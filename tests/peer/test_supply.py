@@ -223,7 +223,7 @@ def test_memory_beside_the_span_is_divided(package: Path) -> None:
     assert paged > tokens, "blocks do not grow by doubling"
     each = kv_token_bytes(manifest, whole.span, "f32")
     assert divide_memory(whole, "f32", None, kv_memory=100 * each)[0] == 100
-    assert divide_memory(whole, "f32", 40, paged=True)[0] == 32
+    assert divide_memory(whole, "f32", 40, paged=True)[0] == 40
     with pytest.raises(ConfigError, match=r"--kv-memory 10\d* B holds \d+ tokens"):
         divide_memory(whole, "f32", None, kv_memory=100, paged=True)
 
