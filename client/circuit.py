@@ -153,6 +153,10 @@ class Circuit:
         if self.faults:
             raise self.faults[0].error
 
+    def takes(self, prompt_tokens: int) -> bool:
+        """Whether every hop attends to so many tokens at once."""
+        return all(not 0 < hop.plan.record.attends_to < prompt_tokens for hop in self.hops)
+
     @property
     def lost_pairs(self) -> list[tuple[str, str]]:
         """Neighbours between which this client found that it must relay, beyond what the route said."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 from client.chat import ChatSession
 from client.config import ClientConfig, GenerationConfig
@@ -21,12 +23,24 @@ from client.pipeline import Pipeline
 from client.planner import Planner
 from client.text import Codec, Message, Tokenizer
 from swarm.address import Address
-from swarm.errors import NotCovered, PackageError, PeerError, RemoteProtocolError, RouteError, SwarmError
+from swarm.errors import ConfigError, NotCovered, PackageError, PeerError, RemoteProtocolError, RouteError, SwarmError
 from swarm.fetch import fetch_manifest, fetch_parts
 from swarm.greeting import client_hello
 from swarm.manifest import TOKENIZER, Manifest, check_files, load_manifest, package_folder
 from swarm.peers import PeerDirectory, find_model, find_peers, told_on_trust
 from swarm.records import PeerRecord
+
+Prompt = str | Sequence[Message] | Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteInUse:
+    """One session's route: `hops` as (peer id, name, layers), and the `tokens` whose cache lies on them."""
+
+    session: int
+    hops: tuple[tuple[str, str, str], ...]
+    tokens: int
+    repairs: int
 
 
 class SwarmClient:
@@ -61,7 +75,8 @@ class SwarmClient:
         self._rng = rng
         self._resources = resources
         self._tidies = tokenizer.tidies
-        self._open: set[Pipeline] = set()
+        self._open: dict[Pipeline, int] = {}
+        self._numbers = itertools.count(1)
 
     @classmethod
     async def connect(
@@ -120,9 +135,10 @@ class SwarmClient:
             )
 
     async def generate(
-        self, prompt: str | Sequence[Message], config: GenerationConfig | None = None, *, raw: bool = False
+        self, prompt: Prompt, config: GenerationConfig | None = None, *, raw: bool = False
     ) -> AsyncGenerator[Piece, None]:
-        """The answer to a question, or to a conversation, piece by piece; `raw` continues the text as it is.
+        """The answer to a question, or to a conversation, piece by piece; `raw` continues the text as it is, and so
+        do token ids.
 
         Raises ConfigError and ContextExceeded before anything is sent; NotCovered naming the layers that
         nobody serves, PeerBusy where nobody has room, or what a peer said last, when repairs come to nothing.
@@ -162,14 +178,32 @@ class SwarmClient:
             system=system,
         )
 
-    def encode(self, prompt: str | Sequence[Message], *, raw: bool = False) -> list[int]:
+    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """The ids that are computed for a prompt. A text becomes a user's message unless `raw`, or unless the
-        model knows no chat."""
+        model knows no chat. Ids are taken as they are; ConfigError names one that the model does not have."""
         if not isinstance(prompt, str):
-            return self.tokenizer.chat(prompt)
+            if ids := [token for token in prompt if isinstance(token, int)]:
+                return self._checked(ids, len(prompt))
+            return self.tokenizer.chat(cast(Sequence[Message], prompt))
         if raw or not self.tokenizer.has_chat_template:
             return self.tokenizer.encode(prompt)
         return self.tokenizer.chat([{"role": "user", "content": prompt}])
+
+    @property
+    def routes(self) -> list[RouteInUse]:
+        """Over which peers the sessions of this client run now; those that have no route yet are left out."""
+        return [
+            RouteInUse(session=number, hops=tuple(hops), tokens=pipeline.length, repairs=pipeline.repairs)
+            for pipeline, number in self._open.items()
+            if (hops := pipeline.hops())
+        ]
+
+    def _checked(self, ids: list[int], count: int) -> list[int]:
+        wrong = next((token for token in ids if not 0 <= token < self.manifest.vocab_size), None)
+        if wrong is not None or len(ids) != count:
+            found = "something else among its token ids" if wrong is None else f"token id {wrong}"
+            raise ConfigError(f"the prompt has {found}; this model has ids from 0 to {self.manifest.vocab_size - 1}")
+        return ids
 
     async def close(self) -> None:
         """End every generation and chat, and all connections. Idempotent, bounded."""
@@ -195,11 +229,11 @@ class SwarmClient:
             clock=self._clock,
             on_event=self._on_event,
         )
-        self._open.add(pipeline)
+        self._open[pipeline] = next(self._numbers)
         return pipeline
 
     async def _give_back(self, pipeline: Pipeline) -> None:
-        self._open.discard(pipeline)
+        self._open.pop(pipeline, None)
         await pipeline.close()
 
     def _answer(
@@ -208,7 +242,7 @@ class SwarmClient:
         task = Task(
             prompt=ids,
             config=config,
-            sampling=config.sampling(self._rng),
+            sampling=config.sampling(self._rng, answer_start=len(ids)),
             manifest=self.manifest,
             decode=self.tokenizer.decode,
             tidies=self._tidies,

@@ -6,8 +6,8 @@ import difflib
 import math
 import random
 import secrets
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -45,7 +45,8 @@ class GenerationConfig(_Named):
 
     The answer ends with one of the model's end-of-text ids (unless `ignore_eos`), one of
     `stop_token_ids`, the first of `stop_strings` in the text (none of these appears in the text), after
-    `max_new_tokens`, or at the end of the model's context. `repetition_penalty` weighs prompt and answer.
+    `max_new_tokens`, or at the end of the model's context. `repetition_penalty` weighs prompt and answer;
+    `presence_penalty`, `frequency_penalty` and `logit_bias` (token id to what is added to its score) are OpenAI's.
     `logprobs` asks for the chosen token's log-probability and that many of the likeliest.
 
     >>> GenerationConfig(temperature=0.7, seed=1, stop_strings="END").stop_strings
@@ -58,6 +59,9 @@ class GenerationConfig(_Named):
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
     do_sample: bool | None = None
     seed: int | None = None
     stop_strings: tuple[str, ...] | str = ()
@@ -91,8 +95,9 @@ class GenerationConfig(_Named):
         assert isinstance(self.stop_strings, tuple)
         return self.stop_strings
 
-    def sampling(self, rng: random.Random) -> Sampling:
-        """What travels to the last hop. `rng` gives the seed where none was asked for.
+    def sampling(self, rng: random.Random, *, answer_start: int = 0) -> Sampling:
+        """What travels to the last hop. `rng` gives the seed where none was asked for; the answer begins at position
+        `answer_start`.
 
         Raises ConfigError that names the field.
         """
@@ -102,12 +107,17 @@ class GenerationConfig(_Named):
             top_p=1.0 if self.top_p is None else self.top_p,
             min_p=0.0 if self.min_p is None else self.min_p,
             repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=_pairs(self.logit_bias),
+            answer_start=answer_start if self.presence_penalty or self.frequency_penalty else 0,
             seed=rng.getrandbits(62) if self.seed is None else self.seed,
             logprobs=self.logprobs,
         )
         if self.samples:
             return given
-        return Sampling(repetition_penalty=self.repetition_penalty, logprobs=self.logprobs)
+        # one and the same for all that is greedy: what draws says nothing there
+        return replace(given, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +198,12 @@ def _stop_token_ids(given: Iterable[int]) -> tuple[int, ...]:
     if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 1 << 31 for i in ids):
         raise ConfigError(f"stop_token_ids is {given!r}; it must be token ids, from 0 on")
     return ids
+
+
+def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
+    if bias is not None and not isinstance(bias, Mapping):
+        raise ConfigError(f"logit_bias is {bias!r}; it must map token ids to numbers")
+    return tuple((bias or {}).items())
 
 
 def _tuple(name: str, given: Any) -> tuple[Any, ...]:

@@ -84,9 +84,10 @@ class Task:
             raise ContextExceeded(
                 f"the prompt has {len(self.prompt)} tokens and there is room for {self.limit}: shorten it"
             )
-        worst = max(self.config.stop_token_ids, default=0)
-        if worst >= self.manifest.vocab_size:
-            raise ConfigError(f"stop_token_ids has {worst}, and the model has {self.manifest.vocab_size} tokens")
+        for name, ids in (("stop_token_ids", self.config.stop_token_ids), ("logit_bias", self.config.logit_bias or ())):
+            worst = max(ids, default=0)
+            if worst >= self.manifest.vocab_size:
+                raise ConfigError(f"{name} has {worst}, and the model has {self.manifest.vocab_size} tokens")
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -101,6 +102,7 @@ async def generate(pipeline: Pipeline, task: Task, meter: Meter) -> AsyncGenerat
     """
     known = list(task.prompt)
     reused = 0
+    pipeline.begin(known)
     repairs = pipeline.repairs
     writer = Writer(task.decode, stops=task.config.stops, tidies=task.tidies)
     stop_ids = task.stop_ids

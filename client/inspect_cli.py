@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated
 
 import typer
@@ -13,7 +13,8 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from client.inspect import SCHEMA, Inspection, MeasuredLink, ModelView, inspect_swarm, measure, view_model
+from client.inspect import SCHEMA, Inspection, ModelView, view_model
+from client.look import Look
 from client.options import (
     USUAL_SESSION_TOKENS,
     InitialPeers,
@@ -30,16 +31,13 @@ from client.options import (
 from client.picture import Picture, picture_models
 from swarm import loops
 from swarm.address import Address
-from swarm.channel import Channel
 from swarm.directory import MODELS_TOPIC
-from swarm.engine.base import Numerics
-from swarm.errors import DirectoryError, NotCovered, PeerError, RemoteProtocolError, UnknownModel
-from swarm.fetch import fetch_manifest
+from swarm.errors import DirectoryError, NotCovered, PeerError, RemoteProtocolError
 from swarm.greeting import client_hello
-from swarm.manifest import MAX_LAYERS, Manifest
-from swarm.peers import PeerDirectory, find_model, find_peers, served_models, told_on_trust
-from swarm.records import PeerRecord, model_records
-from swarm.routes import Objective, RouteRequest
+from swarm.manifest import MAX_LAYERS
+from swarm.peers import PeerDirectory, find_peers, served_models, told_on_trust
+from swarm.records import model_records
+from swarm.routes import Objective
 
 _HIDDEN_BYTES = 4  # f32, the default on the wire
 _ASSUMED_HIDDEN_SIZE = 4096
@@ -72,7 +70,7 @@ def routes(
     Exit code 3 where no route covers the model; the missing layers are named.
     """
     initial = parse_initial_peers(initial_peers)
-    look = _Look(
+    look = Look(
         text=model,
         manifest=package_manifest(model),
         tokens=tokens,
@@ -88,78 +86,6 @@ def models(initial_peers: InitialPeers, as_json: JsonFlag = False) -> None:
     loops.run(_models(parse_initial_peers(initial_peers), as_json))
 
 
-class _Look:
-    """Everything that one look at a model's swarm takes, and what the first one learned for the next."""
-
-    def __init__(
-        self,
-        *,
-        text: str,
-        manifest: Manifest | None,
-        tokens: int,
-        kv_tokens: int,
-        objective: Objective,
-        numerics: Numerics | None,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        self._text = text
-        self._tokens = tokens
-        self._kv_tokens = kv_tokens
-        self._objective = objective
-        self._numerics = numerics
-        self._wall = wall
-        self._hello = client_hello()
-        self._manifest = manifest
-        self._model = (manifest.name, manifest.digest, len(manifest.layers)) if manifest else None
-
-    async def __call__(self, directory: PeerDirectory, say: Callable[[str], None]) -> Inspection:
-        """Raises UnknownModel, MixedModels, and what the directory raises; never for a single peer."""
-        say("looking up who serves what")
-        if self._model is None:
-            found = await find_model(directory, self._text)
-            self._model = (found.name, found.digest, found.layers)
-        name, digest, layers = self._model
-        records = await find_peers(directory, digest, now=self._wall())
-        say(f"measuring the way to {len(records)} peers")
-        links = await measure(records, self._hello)
-        if self._manifest is None:
-            say("asking for the manifest")
-            self._manifest = await self._ask_manifest(records, links, digest)
-        request = RouteRequest(
-            layers=layers,
-            hidden_bytes=(self._manifest.hidden_size if self._manifest else _ASSUMED_HIDDEN_SIZE) * _HIDDEN_BYTES,
-            tokens=self._tokens,
-            kv_tokens=min(self._kv_tokens, self._manifest.context_length) if self._manifest else self._kv_tokens,
-            objective=self._objective,
-            numerics=self._numerics,
-        )
-        return inspect_swarm(name, digest, records, request, links=links, now=self._wall())
-
-    @property
-    def assumed(self) -> str:
-        """What the costs rest on that nobody said; empty where there is nothing."""
-        if self._manifest is not None:
-            return ""
-        return f"no peer gave its manifest: transfers are counted for a hidden size of {_ASSUMED_HIDDEN_SIZE}"
-
-    async def _ask_manifest(
-        self, records: Sequence[PeerRecord], links: dict[str, MeasuredLink], digest: str
-    ) -> Manifest | None:
-        """From a peer nearby; None where none of a few gives it."""
-        reached = [record for record in records if record.peer_id in links and links[record.peer_id].reachable]
-        reached.sort(key=lambda record: links[record.peer_id].rtt_s)
-        for record in reached[:_ASKED_FOR_MANIFEST]:
-            try:
-                channel = await Channel.open(record.places, self._hello)
-                try:
-                    return await fetch_manifest(channel, digest)
-                finally:
-                    await channel.close()
-            except (*_OTHERS_FAULT, UnknownModel):
-                continue  # the next one; `assumed` says so if there is none
-        return None
-
-
 @contextlib.asynccontextmanager
 async def _directory(initial: Sequence[Address]) -> AsyncIterator[PeerDirectory]:
     directory = PeerDirectory(initial, hello=client_hello())
@@ -169,7 +95,7 @@ async def _directory(initial: Sequence[Address]) -> AsyncIterator[PeerDirectory]
         await directory.close()
 
 
-async def _once(look: _Look, initial: Sequence[Address], as_json: bool) -> None:
+async def _once(look: Look, initial: Sequence[Address], as_json: bool) -> None:
     """Raises NotCovered after showing what there is."""
     console = messages()
     async with _directory(initial) as directory:
@@ -186,7 +112,7 @@ async def _once(look: _Look, initial: Sequence[Address], as_json: bool) -> None:
         raise NotCovered(seen.problem, missing=[(span.first, span.last) for span in seen.missing])
 
 
-async def _watch(look: _Look, initial: Sequence[Address], every: float, as_json: bool) -> None:
+async def _watch(look: Look, initial: Sequence[Address], every: float, as_json: bool) -> None:
     """The first look may fail; later ones leave the last picture and say why it is old."""
     console = results()
     async with _directory(initial) as directory:

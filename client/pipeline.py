@@ -121,6 +121,8 @@ class Pipeline:
         self._circuit: Circuit | None = None
         self._look_again_at = clock()
         self._cached: list[int] = []  # the ids that all hops of the circuit have computed
+        self._read: Sequence[int] = ()  # the ids that hops have computed, these or others before them
+        self._prompt_tokens = 0
         self._ahead: _Ahead | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -131,6 +133,11 @@ class Pipeline:
     def cached(self) -> Sequence[int]:
         """The ids whose KV cache lies on the hops."""
         return tuple(self._cached)
+
+    @property
+    def length(self) -> int:
+        """How many those are."""
+        return len(self._cached)
 
     @property
     def route(self) -> Route | None:
@@ -149,6 +156,10 @@ class Pipeline:
     def hops(self) -> list[tuple[str, str, str]]:
         """(peer id, name, layers) of each hop."""
         return [(hop.peer_id, hop.name, str(hop.plan.span)) for hop in (self._circuit.hops if self._circuit else ())]
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """An answer to `prompt` is next. What of it was never computed must fit into what each hop attends to."""
+        self._prompt_tokens = len(prompt) - common_prefix(self._read, prompt)
 
     async def advance(self, known: Sequence[int], sampling: Sampling) -> Answer:
         """Have everything known computed; the answer holds the token that follows.
@@ -199,6 +210,8 @@ class Pipeline:
 
     async def _answer(self, known: Sequence[int], sampling: Sampling) -> Answer:
         trouble = Trouble(self._config, self._clock)
+        if self._circuit is not None and not self._circuit.takes(self._prompt_tokens):
+            await self._hang_up()  # others may
         try:
             while True:
                 try:
@@ -231,6 +244,7 @@ class Pipeline:
             self._cached.extend(answer.forward.tokens.tolist())
             self.on_answer(answer)
             if answer.forward.rows:
+                self._read = known
                 self._praise(circuit)
                 return answer
             self._say(Stage.PREFILL, "reading the prompt", len(self._cached), len(known))
@@ -269,7 +283,7 @@ class Pipeline:
         for hop in self._circuit.hops if self._circuit else ():
             if hop.is_leaving:
                 self._planner.leave_out(hop.plan.record)
-        return await self._planner.plan(self.max_tokens, self._plan)
+        return await self._planner.plan(self.max_tokens, self._plan, prompt_tokens=self._prompt_tokens)
 
     async def _switch(self, plan: Plan, known: Sequence[int]) -> None:
         """Open the session over `plan`'s route, under the next epoch. What is cached counts no more: only what all

@@ -12,7 +12,16 @@ from client.bans import Bans
 from client.config import ClientConfig
 from client.lines import Lines
 from swarm.directory import Directory
-from swarm.errors import DirectoryError, NotCovered, PeerBusy, PeerError, PeerLeaving, SwarmError, UnknownSession
+from swarm.errors import (
+    ContextExceeded,
+    DirectoryError,
+    NotCovered,
+    PeerBusy,
+    PeerError,
+    PeerLeaving,
+    SwarmError,
+    UnknownSession,
+)
 from swarm.manifest import Manifest
 from swarm.peers import find_peers
 from swarm.records import LEAVING, Link, PeerRecord
@@ -50,25 +59,41 @@ class Planner:
         self._look_up: asyncio.Task[list[PeerRecord]] | None = None
         self._apart: dict[tuple[str, str], float] = {}
 
-    async def plan(self, kv_tokens: int, before: Plan | None = None) -> Plan:
+    async def plan(self, kv_tokens: int, before: Plan | None = None, *, prompt_tokens: int = 0) -> Plan:
         """The best route for a session of `kv_tokens`; after `before` one of the same numerics.
 
-        Raises NotCovered, or DirectoryError where nobody was ever reached.
+        Raises NotCovered; ContextExceeded where there is a route, but not for a prompt of `prompt_tokens`;
+        DirectoryError where nobody was ever reached.
         """
+        try:
+            return await self._plan(kv_tokens, before, prompt_tokens)
+        except NotCovered:
+            with contextlib.suppress(NotCovered):
+                plan = await self._plan(kv_tokens, before, 0)
+                narrow = [hop.record for hop in plan.route.hops if 0 < hop.record.attends_to < prompt_tokens]
+                if narrow:
+                    raise too_long(prompt_tokens, min(narrow, key=lambda record: record.attends_to)) from None
+            raise
+
+    async def _plan(self, kv_tokens: int, before: Plan | None, prompt_tokens: int) -> Plan:
+        if before is not None:
+            request = dataclasses.replace(before.request, prompt_tokens=prompt_tokens)
+            before = dataclasses.replace(before, request=request)
         if before is not None:
             # a repair does not wait for a look-up as long as what was known a moment ago is enough
             with contextlib.suppress(NotCovered):
-                return await self._choose(self._known_records(), kv_tokens, before)
-        return await self._choose(await self._current_records(), kv_tokens, before)
+                return await self._choose(self._known_records(), kv_tokens, before, prompt_tokens)
+        return await self._choose(await self._current_records(), kv_tokens, before, prompt_tokens)
 
-    async def _choose(self, records: Sequence[PeerRecord], kv_tokens: int, before: Plan | None) -> Plan:
+    async def _choose(
+        self, records: Sequence[PeerRecord], kv_tokens: int, before: Plan | None, prompt_tokens: int
+    ) -> Plan:
         banned = self.bans.remaining((record.peer_id, record.incarnation) for record in records)
         links = await self._lines.measure(r for r in records if r.state != LEAVING and r.peer_id not in banned)
         records = [self._with_lost_ways(record) for record in records]
         if before is None:
-            return choose_route(
-                records, self._request(kv_tokens), links=links, now=self._wall(), banned=banned, explain=False
-            )
+            request = self._request(kv_tokens, prompt_tokens)
+            return choose_route(records, request, links=links, now=self._wall(), banned=banned, explain=False)
         if not self._config.mixed_numerics:
             # the text so far is this numerics' text: another would not continue it exactly
             request = dataclasses.replace(before.request, numerics=before.route.numerics)
@@ -137,11 +162,12 @@ class Planner:
     async def _ask(self) -> list[PeerRecord]:
         return await find_peers(self._directory, self._manifest.digest, now=self._wall())
 
-    def _request(self, kv_tokens: int) -> RouteRequest:
+    def _request(self, kv_tokens: int, prompt_tokens: int) -> RouteRequest:
         return RouteRequest(
             layers=len(self._manifest.layers),
             hidden_bytes=self._manifest.hidden_size * _WIDTH[self._config.dtype],
             kv_tokens=kv_tokens,
+            prompt_tokens=prompt_tokens,
             numerics=self._config.numerics,
             allow_mixed=self._config.mixed_numerics,
             seed=self._seed,
@@ -151,3 +177,11 @@ class Planner:
         now = self._clock()
         lost = {to: _NO_WAY for (peer, to), until in self._apart.items() if peer == record.peer_id and until > now}
         return dataclasses.replace(record, links={**record.links, **lost}) if lost else record
+
+
+def too_long(prompt_tokens: int, record: PeerRecord) -> ContextExceeded:
+    """The prompt does not fit into what this peer attends to."""
+    return ContextExceeded(
+        f"the prompt has {prompt_tokens} tokens and peer {record.name or record.peer_id[:8]} attends to "
+        f"{record.attends_to}: shorten it, or wait for peers that take more"
+    )

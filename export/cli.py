@@ -30,12 +30,20 @@ def export(
     weights: Annotated[Weights, typer.Option(help="Their format; keep takes the source's.")] = "keep",
     name: Annotated[str | None, typer.Option(help="Its name in the swarm; otherwise that of SOURCE.")] = None,
     licence: Annotated[str | None, typer.Option(help="Its licence; otherwise what SOURCE says.")] = None,
+    static: Annotated[
+        int | None,
+        typer.Option(metavar="CONTEXT", help="Also write graphs for NPUs, which attend to so many tokens."),
+    ] = None,
+    chunk: Annotated[
+        int | None, typer.Option(metavar="C", help="How many tokens of a prompt those take at a time; usually 64.")
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="First run the layers against SOURCE.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a package that is at OUT.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Turn a causal language model into a package: a file a layer, so that peers can serve any span of it."""
     from export.package import export_package  # OpenVINO is not loaded for --help
+    from export.static import static_spec
     from export.verify import require_exact, verify_package
 
     differences: list[float] = []
@@ -53,6 +61,7 @@ def export(
             name=name,
             licence=licence,
             force=force,
+            static=None if static is None else static_spec(static, chunk),
             check=check if verify else None,
             progress=report,
         )
@@ -65,7 +74,8 @@ def export(
 
 @dataclass(frozen=True, kw_only=True)
 class _Summary:
-    """What was written. `bytes` on disk; `max_difference` of a logit, None if it was not verified."""
+    """What was written. `bytes` on disk; `static_context` of the graphs for NPUs, None without; `max_difference`
+    of a logit, None if it was not verified."""
 
     package: str
     name: str
@@ -74,6 +84,7 @@ class _Summary:
     weights: str
     layers: int
     bytes: int
+    static_context: int | None
     max_difference: float | None
 
     @classmethod
@@ -86,6 +97,7 @@ class _Summary:
             weights=manifest.weights,
             layers=len(manifest.layers),
             bytes=sum(entry.size for entry in manifest.files(manifest.parts)),
+            static_context=manifest.static.context if manifest.static else None,
             max_difference=difference,
         )
 
@@ -96,6 +108,8 @@ class _Summary:
             f"digest {self.digest}",
             f"written to {self.package}",
         ]
+        if self.static_context is not None:
+            lines.append(f"with static graphs for NPUs, which attend to {self.static_context} tokens")
         if self.max_difference == 0.0:
             lines.append("verified: equal to the source to the bit")
         elif self.max_difference is not None:

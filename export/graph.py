@@ -99,7 +99,7 @@ class CausalGraph:
                 f"the graph has no {ATTENTION} op: export the model again with the attention kept whole "
                 "(optimum-intel does so by default)"
             )
-        caches = [(_cache(op.input(1), n), _cache(op.input(2), n)) for n, op in enumerate(attentions)]
+        caches = [(find_cache(op.input(1), n), find_cache(op.input(2), n)) for n, op in enumerate(attentions)]
         self._check_states(caches)
         bounds = self._boundaries([self.position(op) for op in attentions])
         self.layers = [
@@ -273,7 +273,7 @@ def _logits(model: ov.Model) -> Any:
     return model.get_results()[0]
 
 
-def _cache(port: Any, number: int) -> Cache:
+def find_cache(port: Any, number: int) -> Cache:
     """Walk back from an attention's key or value to its state."""
     chain: list[Any] = []
     node = producer(port)

@@ -21,6 +21,8 @@ from export.gguf import read_gguf_source
 from export.graph import CausalGraph, Layer
 from export.openvino_ir import read_ir_source
 from export.source import IR_NAME, ModelSource, Progress, last_line, silent, slug
+from export.static import check_fits, write_static
+from export.static_check import check_static_layers
 from swarm.errors import ConfigError, PackageError
 from swarm.manifest import (
     EMBED,
@@ -30,6 +32,7 @@ from swarm.manifest import (
     FileEntry,
     LayerSpec,
     Manifest,
+    StaticSpec,
     describe_file,
     even_grid,
     layer_part,
@@ -46,13 +49,15 @@ def export_package(
     name: str | None = None,
     licence: str | None = None,
     force: bool = False,
+    static: StaticSpec | None = None,
     check: Check | None = None,
     progress: Progress = silent,
 ) -> Manifest:
     """Turn a GGUF file, or a directory with an OpenVINO IR, into the model package `out`.
 
     `check(package, ir)` sees the finished package before it gets its name and may raise to refuse it.
-    `force` replaces a package at `out`; nothing but a package is ever replaced.
+    `force` replaces a package at `out`; nothing but a package is ever replaced. With `static` the graphs of those
+    sizes are written too, for NPUs.
 
     Raises ConfigError for a wrong argument, UnsupportedModel for what cannot be cut, PackageError and
     DamagedFile for what is wrong with files. `out` is then as it was before.
@@ -64,7 +69,7 @@ def export_package(
             model = _open(source, work, progress)
             package = work / "package"
             package.mkdir()
-            manifest = _write(model, package, weights, name, licence, progress)
+            manifest = _write(model, package, weights, name, licence, static, progress)
             if check is not None:
                 check(package, model.ir)
             _put_in_place(package, out, work)
@@ -85,13 +90,22 @@ def _open(source: Path, work: Path, progress: Progress) -> ModelSource:
 
 
 def _write(
-    model: ModelSource, package: Path, weights: str, name: str | None, licence: str | None, progress: Progress
+    model: ModelSource,
+    package: Path,
+    weights: str,
+    name: str | None,
+    licence: str | None,
+    static: StaticSpec | None,
+    progress: Progress,
 ) -> Manifest:
     graph = read_graph(model.ir)
     found = compress.weight_format(graph.model)
     compress.check_compressible(found, weights)
     parts = _write_graphs(model.ir, package, len(graph.layers), weights, progress)
     parts[TOKENIZER] = tuple(_copy(path, package) for path in model.tokenizer)
+    if static is not None:
+        check_fits(static, model.context_length)
+        parts |= write_static(package, len(graph.layers), static, progress)
     manifest = Manifest(
         name=slug(name or model.name),
         architecture=model.architecture,
@@ -105,7 +119,10 @@ def _write(
         layers=_specs(graph, model),
         grid=even_grid(len(graph.layers)),
         parts=parts,
+        static=static,
     )
+    if static is not None:
+        check_static_layers(package, manifest, progress)
     (package / MANIFEST).write_bytes(manifest.to_json())
     return manifest
 

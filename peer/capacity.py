@@ -34,15 +34,15 @@ def usual_kv_tokens(manifest: Manifest, wanted: int | None = None) -> int:
     return min(wanted or USUAL_KV_TOKENS, manifest.context_length)
 
 
-def needed_bytes(manifest: Manifest, span: LayerRange, *, kv: str, kv_tokens: int) -> int:
-    """Resident memory of a peer that serves `span` with `kv_tokens` cached."""
-    alone = EMPTY_PEER_BYTES + weight_bytes(manifest, span, kv) + step_bytes(manifest.hidden_size)
+def needed_bytes(manifest: Manifest, span: LayerRange, *, kv: str, kv_tokens: int, graphs: int = 1) -> int:
+    """Resident memory of a peer that serves `span`, compiled to so many graphs, with `kv_tokens` cached."""
+    alone = EMPTY_PEER_BYTES + weight_bytes(manifest, span, kv, graphs) + step_bytes(manifest.hidden_size)
     return alone + kv_tokens * kv_token_bytes(manifest, span, kv)
 
 
-def kv_tokens_beside(manifest: Manifest, span: LayerRange, memory: int, *, kv: str) -> int:
+def kv_tokens_beside(manifest: Manifest, span: LayerRange, memory: int, *, kv: str, graphs: int = 1) -> int:
     """Tokens whose KV fits beside `span` in `memory` bytes; 0 where the span itself does not fit."""
-    room = memory - needed_bytes(manifest, span, kv=kv, kv_tokens=0)
+    room = memory - needed_bytes(manifest, span, kv=kv, kv_tokens=0, graphs=graphs)
     return max(room, 0) // kv_token_bytes(manifest, span, kv)
 
 
@@ -79,6 +79,7 @@ def choose_span(
     served: Sequence[float],
     kv: str,
     kv_tokens: int,
+    graphs: int = 1,
     layer_time_s: float = _USUAL_LAYER_TIME_S,
     max_layers: int | None = None,
 ) -> LayerRange:
@@ -104,7 +105,7 @@ def choose_span(
     if not choices:
         shortest = min(b - a for a, b in zip(manifest.grid, manifest.grid[1:], strict=False))
         raise ConfigError(f"max_layers is {max_layers}; the shortest piece of {manifest.name} has {shortest} layers")
-    cost = {span: needed_bytes(manifest, span, kv=kv, kv_tokens=kv_tokens) for span in choices}
+    cost = {span: needed_bytes(manifest, span, kv=kv, kv_tokens=kv_tokens, graphs=graphs) for span in choices}
     fitting = [span for span in choices if cost[span] <= memory]
     if not fitting:
         least = min(choices, key=cost.__getitem__)

@@ -19,7 +19,8 @@ from peer.report import Progress as Hear
 from peer.report import Report
 from swarm import loops
 from swarm.address import Address
-from swarm.engine.base import EngineChoice, Precision
+from swarm.engine.base import Precision
+from swarm.engine.choice import EngineChoice
 from swarm.folders import cache_folder
 from swarm.spans import LayerRange
 
@@ -59,7 +60,7 @@ def join(
     ] = "accuracy",
     engine: Annotated[
         EngineChoice,
-        typer.Option(help="paged: many sessions in one inference; stateful: one after another; auto: what works."),
+        typer.Option(help="paged: many sessions at once; stateful: one after another; static: NPUs; auto: what works."),
     ] = "auto",
     max_memory: Annotated[
         str | None, typer.Option(metavar="6GB", help="What it may take in all; otherwise 70 % of what is free.")
@@ -83,6 +84,10 @@ def join(
     grace: Annotated[
         float, typer.Option(help="Seconds that sessions have to move on when it leaves.")
     ] = JoinConfig.grace_s,
+    metrics: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where Prometheus finds this peer's /metrics, open to who reaches it."),
+    ] = None,
     as_json: AsJson = False,
     verbose: Verbose = 0,
 ) -> None:
@@ -97,8 +102,8 @@ def join(
         listen=_listen(listen),
         dht_port=dht_port,
         device=device,
-        precision=precision,
         engine=engine,
+        precision=precision,
         max_memory=None if max_memory is None else parse_bytes(max_memory),
         kv_tokens=kv_tokens,
         kv_spill=kv_spill,
@@ -111,6 +116,7 @@ def join(
         cache_dir=cache_dir or cache_folder(),
         wait_s=wait,
         grace_s=grace,
+        metrics=_listen(metrics),
     )
     _run(config, as_json=as_json, verbose=verbose)
 

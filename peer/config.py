@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarm.address import Address
-from swarm.engine.base import ENGINE_CHOICES, PRECISIONS, EngineChoice
+from swarm.engine.base import PRECISIONS
+from swarm.engine.choice import EngineKind, resolve_engine
 from swarm.errors import ConfigError
 from swarm.spans import LayerRange
 
@@ -67,7 +68,7 @@ class JoinConfig:
     chooses a span. `listen` None takes the default port or the next free one. `wait_s` bounds how long
     unreachable initial peers are tried again; None keeps trying. `grace_s` is how long a leaving peer
     waits for its sessions to move on. `dht_port` is where its DHT node listens: 0 any, None the listening port
-    plus 1000 where that is free.
+    plus 1000 where that is free. `metrics` is where Prometheus finds its page; None serves none.
 
     >>> JoinConfig(package="smollm2", initial_peers=(Address.parse("10.0.0.7:31337"),)).device
     'CPU'
@@ -79,8 +80,8 @@ class JoinConfig:
     listen: Address | None = None
     dht_port: int | None = None
     device: str = "CPU"
+    engine: str = "auto"
     precision: str = "accuracy"
-    engine: EngineChoice = "auto"
     max_memory: int | None = None
     kv_tokens: int | None = None
     kv_memory: int | None = None
@@ -93,14 +94,14 @@ class JoinConfig:
     cache_dir: Path
     wait_s: float | None = None
     grace_s: float = 5.0
+    metrics: Address | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise ConfigError(f"precision is {self.precision!r}; it must be {' or '.join(PRECISIONS)}")
+        resolve_engine(self.engine, self.device)
         if self.max_memory is not None and self.max_memory <= 0:
             raise ConfigError(f"max_memory is {self.max_memory!r}; it must be over 0 bytes")
-        if self.engine not in ENGINE_CHOICES:
-            raise ConfigError(f"engine is {self.engine!r}; it must be one of {', '.join(ENGINE_CHOICES)}")
         if self.kv_spill_size <= 0:
             raise ConfigError(f"kv_spill_size is {self.kv_spill_size!r}; it must be over 0 bytes")
         if self.kv_memory is not None and self.kv_memory <= 0:
@@ -119,3 +120,8 @@ class JoinConfig:
             raise ConfigError("the package is empty; name a directory, or a model that the swarm serves")
         if len(self.name) > 64 or not self.name.isprintable():
             raise ConfigError(f"name is {self.name[:80]!r}; it must be printable and at most 64 characters long")
+
+    @property
+    def engine_kind(self) -> EngineKind:
+        """What `engine` comes to on `device`."""
+        return resolve_engine(self.engine, self.device)

@@ -45,6 +45,7 @@ from swarm.folders import state_folder
 from swarm.greeting import peer_hello
 from swarm.identity import Identity, held_default_identity, held_identity
 from swarm.peers import PeerDirectory
+from swarm.scrape import ScrapePage
 from swarm.wire.messages import Hello
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ class Peer:
             self._announced(directory, None)
             return None
         self._server.begin(service)
+        await self._serve_metrics(service, stack)
         announcer = Announcer(
             directory,
             self._identity,
@@ -141,6 +143,19 @@ class Peer:
             raise first_error(failed) from None
         service, offer = span.result() if span is not None else (None, None)
         return dht.result(), service, offer
+
+    async def _serve_metrics(self, service: SpanService, stack: contextlib.AsyncExitStack) -> None:
+        if self._config.metrics is None:
+            return
+        from peer.metrics import PeerGauges  # loads prometheus_client, which few peers need
+
+        gauges = PeerGauges(service.load, lambda: self._server.connections)
+        service.watched_by(on_step=gauges.step, on_error=gauges.failed)
+        page = ScrapePage(gauges.page)
+        await page.start(self._config.metrics)
+        stack.push_async_callback(page.close)
+        place = dataclasses.replace(self._config.metrics, port=page.port).place
+        self._report.phase("metrics", f"metrics at http://{place}/metrics", metrics=f"http://{place}/metrics")
 
     async def _listen(self) -> None:
         places = listening_places(self._config.listen)
@@ -226,9 +241,9 @@ class Peer:
         tested = await self_test(
             supply.package,
             span,
+            engine=config.engine,
             device=config.device,
             precision=config.precision,
-            engine=config.engine,
             threads=config.threads,
             cache_dir=config.cache_dir / "graphs",
         )

@@ -82,6 +82,7 @@ class Lane:
         worker: Worker,
         broken: Callable[[Session], None],
         computed: Callable[[Session, Step, StepOutcome], None],
+        failed: Callable[[SwarmError], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.session = session
@@ -95,6 +96,7 @@ class Lane:
         self._worker = worker
         self._broken = broken
         self._computed = computed
+        self._failed = failed
         self._clock = clock
         self._wake = asyncio.Event()
         self._last_step = 0
@@ -170,7 +172,7 @@ class Lane:
 
     async def _compute(self, forward: Forward, step: Step) -> StepOutcome:
         session, history = self.session, _NO_IDS
-        if self._is_last and forward.sampling.repetition_penalty != 1.0:
+        if self._is_last and forward.sampling.looks_back:
             history = np.concatenate([session.history[: step.start], step.tokens])
         return await self._worker.run(
             self.engine,
@@ -233,6 +235,7 @@ class Lane:
         )
 
     def _tell(self, error: SwarmError, *, step: int, peer: str = "") -> None:
+        self._failed(error)
         session = self.session
         failure = error_to_failure(error, session=session.name, epoch=session.epoch, step=step)
         if peer and failure.peer != peer:

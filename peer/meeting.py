@@ -63,7 +63,7 @@ class Meeting:
 
     async def open_dht(self, host: str, port: int, seeds: tuple[str, ...]) -> HivemindDirectory:
         """This peer's node of the DHT, beside its own HOST:PORT. Raises DirectoryError."""
-        # hivemind brings torch: seconds of import that the self-test's process uses meanwhile
+        # here, because only who joins a DHT needs it; in a thread, because an import blocks
         dht = await asyncio.to_thread(importlib.import_module, "swarm.dht")
         dht_port = self._config.dht_port
         directory: HivemindDirectory = await dht.HivemindDirectory.start(

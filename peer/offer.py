@@ -30,6 +30,7 @@ class Offer:
     incarnation: int
     layer_time_s: float
     prefill_time_s: float
+    attends_to: int = 0
 
     @classmethod
     def of(
@@ -46,6 +47,7 @@ class Offer:
             incarnation=incarnation,
             layer_time_s=tested.layer_time_s,
             prefill_time_s=tested.prefill_time_s,
+            attends_to=serving.attends_to,
         )
 
     def record(self, load: Load, *, name: str, addresses: Sequence[str]) -> PeerRecord:
@@ -72,6 +74,7 @@ class Offer:
             software=SOFTWARE,
             announced_at=0.0,
             expires_at=0.0,
+            attends_to=self.attends_to,
         )
 
     def model(self) -> ModelRecord:

@@ -19,14 +19,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from swarm.child import module_command, module_environment
-from swarm.engine.base import Engine, EngineChoice, EngineKind, Step
-from swarm.engine.opening import engines_to_try, open_span
-from swarm.engine.paged import PagedEngine
+from swarm.engine.base import Engine, Step
+from swarm.engine.choice import EngineKind, engines_to_try, most_tokens, open_chosen_engine
 from swarm.errors import EngineError, PackageError, SwarmError, UnsupportedModel
 from swarm.manifest import Manifest, load_manifest
 from swarm.spans import LayerRange
@@ -57,9 +57,9 @@ async def self_test(
     package: Path,
     span: LayerRange,
     *,
+    engine: str = "auto",
     device: str = "CPU",
     precision: str = "accuracy",
-    engine: EngineChoice = "auto",
     threads: int = 0,
     cache_dir: Path | None = None,
     timeout: float = 900.0,
@@ -91,8 +91,8 @@ async def _test(
     timeout: float,
 ) -> SelfTest:
     command = [*module_command("peer.selftest"), str(package), str(span)]
-    command += ["--parent", str(os.getpid()), "--device", device, "--precision", precision, "--threads", str(threads)]
-    command += ["--engine", kind]
+    command += ["--parent", str(os.getpid()), "--engine", kind, "--device", device]
+    command += ["--precision", precision, "--threads", str(threads)]
     command += ["--cache-dir", str(cache_dir)] if cache_dir else []
     # A session of its own: Ctrl-C in a terminal is the peer's to handle.
     child = await asyncio.create_subprocess_exec(
@@ -144,9 +144,10 @@ def read_outcome(code: int, out: bytes, err: bytes, *, span: LayerRange, device:
         raise EngineError(f"the self-test of layers {span} ended without a result: {out[-200:]!r}") from error
 
 
-def run_here(engine: Engine, manifest: Manifest) -> SelfTest:
-    """Prefill, decode, rewind and decode again. Raises EngineError where the numbers are not right."""
-    span, room = engine.span, manifest.context_length
+def run_here(engine: Engine, manifest: Manifest, *, room: int) -> SelfTest:
+    """Prefill, decode, rewind and decode again, within `room` tokens. Raises EngineError where the numbers are not
+    right."""
+    span = engine.span
     prefill = max(min(_PREFILL, room - _DECODES), 1)
     feed = _Feeder(engine, manifest, max_tokens=min(_PREFILL + _DECODES, room))
     feed(0, prefill)
@@ -167,7 +168,6 @@ def run_here(engine: Engine, manifest: Manifest) -> SelfTest:
         numerics=str(engine.numerics),
         layer_time_s=decode_s / len(span),
         prefill_time_s=prefill_s / prefill / len(span),
-        engine="paged" if isinstance(engine, PagedEngine) else "stateful",
     )
 
 
@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parent", type=int)
     parser.add_argument("--device", default="CPU")
     parser.add_argument("--precision", default="accuracy")
-    parser.add_argument("--engine", default="stateful")
+    parser.add_argument("--engine", default="stateful", choices=get_args(EngineKind))
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--cache-dir", type=Path)
     given = parser.parse_args(arguments)
@@ -219,18 +219,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _die_with(given.parent)
     try:
         manifest = load_manifest(given.package)
-        engine = open_span(
+        kind: EngineKind = given.engine
+        engine = open_chosen_engine(
+            kind,
             given.package,
             manifest,
             given.span,
-            kind=given.engine,
             kv_tokens=_KV_TOKENS,
             device=given.device,
             precision=given.precision,
             threads=given.threads,
             cache_dir=given.cache_dir,
         )
-        result = run_here(engine, manifest)
+        result = replace(run_here(engine, manifest, room=most_tokens(kind, manifest)), engine=kind)
     except UnsupportedModel as error:
         sys.stderr.write(f"{error}\n")  # the model's files are all right: another engine may run them
         return EngineError.exit_code

@@ -50,21 +50,25 @@ from swarm.wire.messages import (
 )
 
 _log = logging.getLogger(__name__)
+OnStep = Callable[[Step, StepOutcome], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """What is served. `entries` and `builder` let routes enter inside the span (see `segments`).
+    """What is served. `attends_to` as in `records.PeerRecord`; `entries` and `builder` let routes enter inside the
+    span (see `segments`).
 
     `room` is where the engines have their caches, if those are paged; else each session has one of its own.
-    `shares`: sessions may begin with what others have left there.
+    `shares`: sessions may begin with what others have left there. `kind` is the engine's name.
     """
 
     manifest: Manifest
     engine: Engine
     limits: SessionLimits
+    kind: str = "stateful"
     room: Tables | None = None
     shares: bool = True
+    attends_to: int = 0
     entries: tuple[int, ...] = ()
     builder: Builder | None = None
 
@@ -98,6 +102,8 @@ class SpanService:
         manifest = serving.manifest
         self._peer_id = peer_id
         self._on_failed = on_failed
+        self._on_step: OnStep = lambda step, outcome: None
+        self._on_error: Callable[[SwarmError], None] = lambda _: None
         self._clock = clock
         self._manifest = manifest
         # the largest step: an id of 4 bytes and a hidden state in f32 for each token
@@ -109,6 +115,7 @@ class SpanService:
         self._onward = Onward(hello, clock=clock)
         self._pace = Pace()
         self._throughput = Throughput()
+        self._kind = serving.kind
         self._room = serving.room
         self._shares = serving.shares
         self._lanes: dict[str, Lane] = {}
@@ -141,13 +148,17 @@ class SpanService:
             layer_time_s=self._pace.layer_time_s,
             prefill_time_s=self._pace.prefill_time_s,
             work=Work(
-                engine="paged" if self._room is not None else "stateful",
+                engine=self._kind,
                 batch=self._throughput.batch,
                 tokens_per_s=self._throughput.tokens_per_s,
                 blocks=self._room.pool.count if self._room is not None else 0,
                 blocks_used=self._room.pool.used if self._room is not None else 0,
             ),
         )
+
+    def watched_by(self, *, on_step: OnStep, on_error: Callable[[SwarmError], None]) -> None:
+        """`on_step` hears of every step that is computed from now on, `on_error` of every one that is not."""
+        self._on_step, self._on_error = on_step, on_error
 
     def start(self) -> None:
         self._worker.start()
@@ -195,6 +206,7 @@ class SpanService:
             worker=self._worker,
             broken=self._drop,
             computed=self._pace_of,
+            failed=lambda error: self._on_error(error),
             clock=self._clock,
         )
         self._lanes[session.name] = lane
@@ -242,6 +254,7 @@ class SpanService:
         try:
             session = self._table.accept(connection, forward)
         except SwarmError as error:
+            self._on_error(error)
             connection.send(error_to_failure(error, session=forward.session, epoch=forward.epoch, step=forward.step))
             return
         lane = self._lanes.get(forward.session)
@@ -336,6 +349,7 @@ class SpanService:
 
     def _pace_of(self, session: Session, step: Step, outcome: StepOutcome) -> None:
         self._pace.note(layers=len(session.span), tokens=len(step.tokens), seconds=outcome.compute_s)
+        self._on_step(step, outcome)
 
     def _suspect(self, error: SwarmError) -> None:
         """Steps failed several times in a row. A step of our own tells whether it is the device, or the steps."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import psutil
 
 from peer.config import JoinConfig, SessionLimits
@@ -10,10 +12,11 @@ from peer.selftest import SelfTest
 from peer.service import Serving
 from peer.supply import Supply, divide_memory
 from swarm.engine.base import Engine, Numerics
-from swarm.engine.opening import open_span
+from swarm.engine.choice import open_chosen_engine
 from swarm.engine.paged import PagedEngine
 from swarm.engine.spill import Spill
 from swarm.engine.store import KvStore
+from swarm.errors import ConfigError
 from swarm.footprint import in_words, step_bytes, weight_bytes
 from swarm.spans import LayerRange
 
@@ -26,18 +29,19 @@ def load_span(config: JoinConfig, supply: Supply, tested: SelfTest) -> Serving:
 
     Paged engines of parts have their caches in the whole span's: all sessions together take no more than it has.
     """
+    supply = replace(supply, engine=tested.engine)
     kv = Numerics.parse(tested.numerics).kv
     kv_tokens, left = divide_memory(
-        supply, kv, config.kv_tokens, kv_memory=config.kv_memory, paged=tested.engine == "paged"
+        supply, kv, config.kv_tokens, kv_memory=config.kv_memory, paged=supply.engine == "paged"
     )
     store: KvStore | None = None
 
     def build(layers: LayerRange) -> Engine:
-        return open_span(
+        return open_chosen_engine(
+            supply.engine,
             supply.package,
             supply.manifest,
             layers,
-            kind=tested.engine,
             kv_tokens=kv_tokens,
             store=store,
             device=config.device,
@@ -54,7 +58,7 @@ def load_span(config: JoinConfig, supply: Supply, tested: SelfTest) -> Serving:
 
     def part_bytes(layers: LayerRange) -> int:
         """What a graph of these layers adds to this process."""
-        return weight_bytes(supply.manifest, layers, kv) + step_bytes(supply.manifest.hidden_size)
+        return weight_bytes(supply.manifest, layers, kv, supply.graphs) + step_bytes(supply.manifest.hidden_size)
 
     def refuse(layers: LayerRange) -> str:
         free = min(left / _PARTS, psutil.virtual_memory().available * (1 - _SPARE_SHARE))
@@ -73,9 +77,25 @@ def load_span(config: JoinConfig, supply: Supply, tested: SelfTest) -> Serving:
     return Serving(
         manifest=supply.manifest,
         engine=engine,
-        limits=SessionLimits(kv_total=kv_tokens, reserves=store is None),
+        kind=supply.engine,
+        limits=_limits(supply, kv_tokens),
         shares=config.shared_prefixes,
         room=store.tables if store is not None else None,
+        attends_to=supply.manifest.static.context if supply.engine == "static" and supply.manifest.static else 0,
         entries=entries,
         builder=Builder(build=build, refuse=refuse, most=_PARTS),
     )
+
+
+def _limits(supply: Supply, kv_tokens: int) -> SessionLimits:
+    """For sessions that share `kv_tokens` of cache. On static graphs each takes its slots, however long its text."""
+    static = supply.manifest.static
+    if supply.engine != "static" or static is None:
+        return SessionLimits(kv_total=kv_tokens, reserves=supply.engine != "paged")
+    sessions = min(kv_tokens // static.slots, SessionLimits.sessions)
+    if sessions < 1:
+        raise ConfigError(
+            f"a session on these static graphs takes {static.slots} tokens of KV cache and there is room for "
+            f"{kv_tokens}: serve fewer layers, or raise --kv-tokens or --max-memory"
+        )
+    return SessionLimits(kv_total=sessions * supply.manifest.context_length, sessions=sessions)

@@ -32,6 +32,7 @@ from peer.report import Report
 from swarm.channel import Channel
 from swarm.directory import Directory
 from swarm.engine.blocks import BLOCK_TOKENS
+from swarm.engine.choice import EngineKind, graphs_of
 from swarm.errors import ConfigError, DamagedFile, DirectoryError, PeerError, RemoteProtocolError, UnknownModel
 from swarm.fetch import fetch_manifest, fetch_parts
 from swarm.footprint import KV_GROWTH, attention_bytes, in_words, kv_bytes, share_of
@@ -58,7 +59,7 @@ _MOST_HOLDS = 64
 class Supply:
     """What a peer is going to serve. `fetched` tells that the files come from other peers.
 
-    `memory` in bytes is what it may take in all.
+    `memory` in bytes is what it may take in all; `engine` decides which graphs are needed.
     """
 
     package: Path
@@ -66,11 +67,18 @@ class Supply:
     span: LayerRange
     memory: int
     fetched: bool
+    engine: EngineKind = "stateful"
+
+    @property
+    def graphs(self) -> int:
+        """How many compiled graphs hold the span's weights."""
+        return graphs_of(self.engine)
 
     @property
     def parts(self) -> list[str]:
         """What is loaded, and the tokenizer, which every peer gives away."""
-        return [*self.manifest.span_parts(self.span), TOKENIZER]
+        static = self.manifest.static_parts(self.span) if self.engine == "static" else []
+        return [*self.manifest.span_parts(self.span), *static, TOKENIZER]
 
 
 async def choose_supply(config: JoinConfig, directory: Directory | None, hello: Hello, *, peer_id: str) -> Supply:
@@ -96,9 +104,13 @@ async def choose_supply(config: JoinConfig, directory: Directory | None, hello: 
         records = await find_peers(directory, model.digest, now=time.time())
         manifest = await _manifest_of(model.digest, records, hello)
         package, fetched = config.cache_dir / "packages" / model.digest[:16], True
+    if config.engine_kind == "static":
+        manifest.static_parts(manifest.span)  # refuses before anything is fetched
     memory = config.max_memory or share_of(psutil.virtual_memory().available)
     span = _span(config, manifest, memory, _served(manifest, records, peer_id))
-    return Supply(package=package, manifest=manifest, span=span, memory=memory, fetched=fetched)
+    return Supply(
+        package=package, manifest=manifest, span=span, memory=memory, fetched=fetched, engine=config.engine_kind
+    )
 
 
 async def reconsider(config: JoinConfig, supply: Supply, directory: Directory, *, peer_id: str) -> Supply:
@@ -165,7 +177,7 @@ def divide_memory(
     grow by doubling: it has all its room from the start. Raises ConfigError where there is no room at all.
     """
     manifest, span = supply.manifest, supply.span
-    alone = needed_bytes(manifest, span, kv=kv, kv_tokens=0)
+    alone = needed_bytes(manifest, span, kv=kv, kv_tokens=0, graphs=supply.graphs)
     inside = any(span.first < edge < span.last for edge in manifest.grid)
     room = (supply.memory - alone) // (2 if inside else 1)
     each: float = kv_token_bytes(manifest, span, kv)
@@ -177,7 +189,7 @@ def divide_memory(
     if tokens < (BLOCK_TOKENS if paged else 1):
         if kv_memory is not None and kv_memory < room:
             raise ConfigError(f"--kv-memory {in_words(kv_memory)} holds {tokens} tokens of layers {span}: allow more")
-        raise ConfigError(_too_big(manifest, span, supply.memory, kv=kv, kv_tokens=1))
+        raise ConfigError(_too_big(manifest, span, supply.memory, kv=kv, kv_tokens=1, graphs=supply.graphs))
     if paged:
         tokens = tokens // BLOCK_TOKENS * BLOCK_TOKENS
     tokens = min(tokens, kv_tokens) if kv_tokens is not None else tokens
@@ -204,18 +216,18 @@ def _served(manifest: Manifest, records: list[PeerRecord], peer_id: str) -> list
 
 def _span(config: JoinConfig, manifest: Manifest, memory: int, served: list[float]) -> LayerRange:
     kv = "f32" if config.precision == "accuracy" else "f16"
-    kv_tokens = usual_kv_tokens(manifest, config.kv_tokens)
+    kv_tokens, graphs = usual_kv_tokens(manifest, config.kv_tokens), graphs_of(config.engine_kind)
     if config.layers is None:
-        return choose_span(manifest, memory, served=served, kv=kv, kv_tokens=kv_tokens)
+        return choose_span(manifest, memory, served=served, kv=kv, kv_tokens=kv_tokens, graphs=graphs)
     if config.layers.last > len(manifest.layers):
         raise ConfigError(f"layers {config.layers} are not in {manifest.name}, which has {len(manifest.layers)}")
-    if needed_bytes(manifest, config.layers, kv=kv, kv_tokens=1) > memory:
-        raise ConfigError(_too_big(manifest, config.layers, memory, kv=kv, kv_tokens=1))
+    if needed_bytes(manifest, config.layers, kv=kv, kv_tokens=1, graphs=graphs) > memory:
+        raise ConfigError(_too_big(manifest, config.layers, memory, kv=kv, kv_tokens=1, graphs=graphs))
     return config.layers
 
 
-def _too_big(manifest: Manifest, span: LayerRange, memory: int, *, kv: str, kv_tokens: int) -> str:
-    needed = needed_bytes(manifest, span, kv=kv, kv_tokens=kv_tokens)
+def _too_big(manifest: Manifest, span: LayerRange, memory: int, *, kv: str, kv_tokens: int, graphs: int) -> str:
+    needed = needed_bytes(manifest, span, kv=kv, kv_tokens=kv_tokens, graphs=graphs)
     return (
         f"layers {span} of {manifest.name} need {in_words(needed)} and this peer may take {in_words(memory)}; "
         "serve fewer layers or raise --max-memory"

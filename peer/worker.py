@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from peer.schedule import Due, InTurn, Portion, Schedule
 from swarm.engine.base import Engine, Step, StepResult
-from swarm.errors import EngineError, LocalProtocolError, PeerBusy, PeerFailed, SwarmError
+from swarm.errors import BadStep, EngineError, LocalProtocolError, PeerBusy, PeerFailed, SwarmError
 from swarm.sampling import Choice, Sampling, choose
 
 T = TypeVar("T")
@@ -45,12 +45,13 @@ _RETRY_S = 2.0
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
     """What a step gave: `hidden` [n, hidden_size] float32, or (from the span with the head) one choice
-    for each row. Seconds it waited for the device, and kept it."""
+    for each row. Seconds it waited for the device, and kept it; `batch` steps ran in the same call."""
 
     hidden: NDArray[np.float32] | None
     choices: tuple[Choice, ...]
     queue_s: float
     compute_s: float
+    batch: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,7 @@ class _StepJob(Due):
     dropped: bool = False
     started_at: float = 0.0
     compute_s: float = 0.0
+    batch: int = 1  # steps in the last round
 
     def __post_init__(self) -> None:
         self.hidden: list[NDArray[np.float32]] = []
@@ -106,7 +108,13 @@ class _StepJob(Due):
         if self.sampling is None:
             hidden = self.hidden[0] if len(self.hidden) == 1 else np.concatenate(self.hidden)
         queue_s = self.started_at - self.put_at
-        return StepOutcome(hidden=hidden, choices=tuple(self.choices), queue_s=queue_s, compute_s=self.compute_s)
+        return StepOutcome(
+            hidden=hidden,
+            choices=tuple(self.choices),
+            queue_s=queue_s,
+            compute_s=self.compute_s,
+            batch=self.batch,
+        )
 
 
 _Job = _CallJob | _StepJob
@@ -306,6 +314,7 @@ class Worker:
             if not job.done:
                 job.started_at = started
             job.compute_s += now - started
+            job.batch = len(live)
             if isinstance(output, SwarmError):
                 self._schedule.remove(job)
                 results.append((job, output))
@@ -352,8 +361,11 @@ def _keep(job: _StepJob, step: Step, answer: StepResult) -> SwarmError | None:
         job.hidden.append(answer)
         return None
     first = step.end - step.rows + 1  # the position that the first of the rows is the choice for
-    for position, row in enumerate(answer, first):
-        job.choices.append(choose(row, job.sampling, position=position, history=job.history[:position]))
+    try:
+        for position, row in enumerate(answer, first):
+            job.choices.append(choose(row, job.sampling, position=position, history=job.history[:position]))
+    except BadStep as error:  # a token id that the model does not have
+        return error
     return None
 
 

@@ -20,6 +20,8 @@ EXPERIMENTS = {
     "breakdown": "where a token's time goes, hop by hop",
     "memory": "resident memory of a peer against the bytes of its span",
     "startup": "cold and warm join to announced; generate from process start to first token",
+    "gateway_overhead": "1 and 16 streams through the gateway against the Python client directly",
+    "gateway_load": "1 ... 64 streams through one gateway: speed of all, and when tokens come",
     "precision": "accuracy against performance mode: speed, and how often greedy text differs",
     "micro_batching": "1, 2 and 3 streams that interleave over two peers, one step at a time",
     "progression": "two peers with one stream and with two against one unsplit user on one core",
@@ -41,7 +43,7 @@ def main() -> int:
     console, progress = Console(), Console(stderr=True)
     if options.experiment is None:
         for name, text in EXPERIMENTS.items():
-            console.print(f"{name:14} {text}", highlight=False)
+            console.print(f"{name:16} {text}", highlight=False)
         return 0
     try:
         report: Report = import_module(f"reproduction.{options.experiment}").run(

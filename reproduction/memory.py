@@ -1,7 +1,7 @@
 """Resident memory of a peer against the bytes of its span.
 
 What an empty peer costs is measured as one: a peer of a model of the same shape whose layers weigh next
-to nothing would still load Python, hivemind with torch, OpenVINO and its plugin. Here it is a bootstrap
+to nothing would still load Python, a node of the DHT, OpenVINO and its plugin. Here it is a bootstrap
 member, plus what OpenVINO adds to a process that has compiled a graph of one addition.
 
 Two models, for small matrices are packed twice and large ones once (`swarm.footprint`): SmolLM2-135M, and six

@@ -33,6 +33,7 @@ COMMANDS = {
     "routes": ("client.inspect_cli:routes", "Show who serves which layers, and the route that a client would take."),
     "generate": ("client.cli:generate", "Generate text from a prompt."),
     "chat": ("client.cli:chat", "Talk in turns; the peers keep the KV cache between them."),
+    "serve": ("swarm.serve_cli:serve", "An OpenAI-compatible gateway to a swarm, with a page to see and talk to it."),
     "doctor": ("swarm.doctor_cli:doctor", "Check this machine: devices, memory, clock, reachability, daemon."),
 }
 
@@ -51,7 +52,19 @@ class LazyCommand(TyperCommand):
         module, _, function = self._target.partition(":")
         app = typer.Typer(add_completion=False)
         app.command(self.name)(getattr(importlib.import_module(module), function))
-        return typer.main.get_command(app)
+        command: Any = typer.main.get_command(app)
+        for parameter in command.params:
+            parameter.envvar = parameter.envvar or _variable(str(self.name), parameter)
+        return command
+
+
+def _variable(command: str, parameter: Any) -> str:
+    """The environment variable that stands for an option: SWARM_SERVE_API_KEY_FILE for `serve --api-key-file`.
+
+    Services are set up so. What may be given several times is separated by spaces there.
+    """
+    name = max(parameter.opts, key=len).lstrip("-")
+    return f"SWARM_{command}_{name}".replace("-", "_").upper()
 
 
 class SwarmGroup(TyperGroup):

@@ -59,6 +59,19 @@ def demo(
     """
     config = GenerationConfig(max_new_tokens=max_new_tokens)
     console = messages()
+    with demo_swarm(console, peers=peers, precision=precision) as (swarm, manifest):
+        reply = loops.run(_ask(swarm.addresses, manifest, prompt, config, console, stream=not as_json))
+        console.print("\nstopping the peers", style="dim")
+    if as_json:
+        write_json(reply.to_plain(), indent=None)
+    else:
+        console.print(_time_table(reply.metrics))
+        console.print(_speed(reply.metrics))
+
+
+@contextmanager
+def demo_swarm(console: Console, *, peers: int, precision: Precision) -> Iterator[tuple[LocalSwarm, Manifest]]:
+    """The demo model, served by `peers` peers on this machine, which are stopped at the end."""
     even_spans(GRID, peers)  # said before anything is downloaded
     package = prepare_package(console)
     manifest = load_manifest(package)
@@ -68,13 +81,7 @@ def demo(
     with _log_folder() as folder, LocalSwarm(folder, options=options) as swarm:
         with _Startup(console, spans) as startup:
             swarm.serve(package, spans, progress=startup.hear)
-        reply = loops.run(_ask(swarm.addresses, manifest, prompt, config, console, stream=not as_json))
-        console.print("\nstopping the peers", style="dim")
-    if as_json:
-        write_json(reply.to_plain(), indent=None)
-    else:
-        console.print(_time_table(reply.metrics))
-        console.print(_speed(reply.metrics))
+        yield swarm, manifest
 
 
 async def _ask(

@@ -14,8 +14,7 @@ silent or to flood: look-ups ask several, and each node bounds what it keeps (`d
 The daemon below is watched: when it dies or hangs, it is started again with the same key and port, the
 node on it joins the nodes that were known, and what this process published is hung up again.
 
-Importing hivemind takes 2-4 s, most of it torch, which its package imports whatever one needs of it;
-`start` does that in a thread.
+hivemind's package imports its training half too: 2 s and 260 MB, most of it torch. `import_hivemind` leaves that out.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib
 import logging
 import socket
 import time
@@ -32,6 +32,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from swarm.dhtnode import Hivemind, Node, NoticeValidator
 from swarm.directory import Notice
 from swarm.errors import AddressError, DirectoryError
+from swarm.lazypackage import lazy_package
 from swarm.p2pd import Daemon, claim_port, generate_key, split_multiaddress, tcp_multiaddress
 
 _log = logging.getLogger(__name__)
@@ -43,14 +44,30 @@ _HANGS = 2
 _MOST_KNOWN = 64
 _PATIENCE_S = 60.0
 _BACK_OFF_S = (0.2, 1.0, 2.0, 5.0)
+# What hivemind.dht and hivemind.p2p import from the package hivemind.utils, and the module that each is from.
+_UTILS = {
+    "logging": ("get_logger",),
+    "serializer": ("MSGPackSerializer", "SerializerBase"),
+    "timed_storage": ("get_dht_time",),
+}
 
 
 @functools.cache
 def import_hivemind() -> Hivemind:
-    """Import it quietly: its log handler, its names of levels and torch's warning are taken back."""
+    """Import its DHT, without torch and quietly: its log handler and its names of levels are taken back.
+
+    A release that takes more from its packages than is laid out here costs the import of torch, and works.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
+        for package in ("hivemind", "hivemind.dht", "hivemind.utils"):
+            lazy_package(package)
+        import hivemind.utils
+
+        for module, names in _UTILS.items():
+            source = importlib.import_module(f"hivemind.utils.{module}")
+            vars(hivemind.utils).update({name: getattr(source, name) for name in names})
         from hivemind.dht.node import DHTNode
         from hivemind.dht.protocol import ValidationError
         from hivemind.dht.routing import DHTID

@@ -5,6 +5,7 @@
     SwarmError                       exit  whose fault           does a retry help?
     ├── ConfigError                   2    the caller's          no: change the named value
     │   └── AddressError              2    the caller's          no: write HOST:PORT[#PEER_ID]
+    ├── RequestError                  2    the HTTP caller's     no: change what it names; 429: yes
     ├── PackageError                  4    the files'            no: fetch or export again
     │   ├── DamagedFile               4    the named file's      after it was replaced
     │   └── UnsupportedModel          4    the model's           no: it cannot be cut
@@ -55,6 +56,29 @@ class ConfigError(SwarmError):
 
 class AddressError(ConfigError):
     code = "address"
+
+
+class RequestError(SwarmError):
+    """An HTTP request that the gateway refuses: with which `status`, for what `reason` (a word), and about which
+    `param`. `retry_after` is in seconds."""
+
+    code = "request"
+    exit_code = 2
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        reason: str = "invalid_value",
+        param: str | None = None,
+        retry_after: float = 0.0,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+        self.param = param
+        self.retry_after = retry_after
 
 
 class PackageError(SwarmError):

@@ -26,7 +26,18 @@ from pathlib import Path
 
 from swarm.channel import Channel
 from swarm.errors import PackageError, PeerError, RemoteProtocolError, SwarmError, UnknownModel, first_error
-from swarm.manifest import EMBED, HEAD, MANIFEST, TOKENIZER, FileEntry, Manifest, layer_part, load_manifest, sha256_of
+from swarm.manifest import (
+    EMBED,
+    HEAD,
+    MANIFEST,
+    TOKENIZER,
+    FileEntry,
+    Manifest,
+    layer_part,
+    load_manifest,
+    sha256_of,
+    static_part,
+)
 from swarm.records import LEAVING, PeerRecord
 from swarm.wire.messages import Hello
 from swarm.wire.questions import AskFile, AskManifest, FilePiece, ManifestFile
@@ -107,7 +118,7 @@ class _Wanted:
 
 def _wanted(manifest: Manifest, parts: Iterable[str]) -> list[_Wanted]:
     layers = {layer_part(layer): layer for layer in manifest.span}
-    layers |= {EMBED: 0, HEAD: manifest.span.last - 1}
+    layers |= {static_part(layer): layer for layer in manifest.span} | {EMBED: 0, HEAD: manifest.span.last - 1}
     found: dict[str, _Wanted] = {}
     for part in parts:
         if part not in manifest.parts:

@@ -7,6 +7,7 @@ layers of SmolLM2-135M (Q4_1) and of Llama-3.2-1B's widths (int4, int8, f16); do
   weights in groups are widened to f32. The graph itself takes about 1 MB a layer.
 - In f32 a matrix of fewer than 2**22 weights is packed a second time: oneDNN packs it in blocks of 32 outputs for
   steps of 7 to 80 tokens, in blocks of 64 for shorter and longer ones. Matrices of larger models are packed once.
+- A second graph over the same weights (an NPU's are two) packs them again: on SmolLM2 1.2 of their bytes on disk.
 - The embedding stays in its file. It counts in full: pages that were looked up stay until the system wants them back.
 - KV: the plugin doubles the room of a cache that has outgrown it.
 - Room to compute in grows with the hidden size, by the tokens of a step and by those that they attend to.
@@ -19,8 +20,8 @@ from __future__ import annotations
 from swarm.manifest import EMBED, HEAD, Manifest, layer_part
 from swarm.spans import LayerRange
 
-EMPTY_PEER_BYTES = 400_000_000
-"""Python, OpenVINO and its plugin 125 MB, hivemind with torch 260 MB."""
+EMPTY_PEER_BYTES = 160_000_000
+"""Python with a node of the DHT 90 MB, OpenVINO and its plugin 60 MB."""
 MEMORY_SHARE = 0.7
 """What a peer takes of the memory that is free when it starts, where nobody says."""
 USUAL_KV_TOKENS = 2048
@@ -50,14 +51,16 @@ def layer_bytes(on_disk: int, weights: str, kv: str) -> int:
     return int(on_disk * factor) + _GRAPH_BYTES
 
 
-def weight_bytes(manifest: Manifest, span: LayerRange, kv: str) -> int:
-    """Resident bytes of the span's weights, embedding and head included where it has them."""
+def weight_bytes(manifest: Manifest, span: LayerRange, kv: str, graphs: int = 1) -> int:
+    """Resident bytes of the span's weights, embedding and head included where it has them, in so many graphs."""
 
     def on_disk(part: str) -> int:
         return sum(entry.size for entry in manifest.parts[part])
 
     parts = manifest.span_parts(span)
     total = sum(layer_bytes(on_disk(layer_part(layer)), manifest.weights, kv) for layer in span)
+    again = sum(on_disk(part) for part in parts if part != EMBED)
+    total += (graphs - 1) * int(again * _PACKED.get(manifest.weights, _PACKED_OTHERS))
     if EMBED in parts:
         total += on_disk(EMBED)
     if HEAD in parts:

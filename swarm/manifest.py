@@ -9,9 +9,11 @@
                                         position_ids [1, n] i64, beam_idx [1] i32
                                                                          -> hidden_states_out [1, n, hidden]
       head.xml  head.bin                hidden_states [1, n, hidden]     -> logits [1, n, vocab] f32
+      layer_000.decode.xml  layer_000.prefill.xml ...   where it was exported for NPUs too: the layer without
+                                        state or dynamic shape, one token and a chunk wide, over layer_000.bin
       openvino_tokenizer.xml ...        what openvino_genai.Tokenizer reads
 
-A *part* is what is fetched and loaded together: `embed`, `layer_000` ..., `head`, `tokenizer`.
+A *part* is what is fetched and loaded together: `embed`, `layer_000` ..., `head`, `tokenizer`, `static_000` ...
 A layer's graph leaves out the inputs that it does not read. Export and peers meet only here.
 """
 
@@ -35,6 +37,7 @@ MAX_MANIFEST_BYTES = 4 << 20
 MAX_LAYERS = 4096
 MAX_NAME = 200
 EMBED, HEAD, TOKENIZER = "embed", "head", "tokenizer"
+DECODE, PREFILL = "decode", "prefill"
 _CHUNK = 1 << 20
 
 
@@ -80,11 +83,55 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StaticSpec:
+    """The sizes of the static graphs, in tokens: all that is fixed at export because a compiler of an NPU must know it.
+
+    A session attends to `context` positions: to the first `sinks` of its text for ever, and to the last of the
+    others. Prompts are read `chunk` tokens at a time. A session whose text has outgrown the context can
+    still forget its last `rewind` tokens.
+    """
+
+    context: int
+    chunk: int
+    sinks: int = 4
+    rewind: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("context", "chunk", "sinks", "rewind"):
+            if not isinstance(getattr(self, name), int):
+                raise PackageError(f"static graphs: {name} is {getattr(self, name)!r}, not a number of tokens")
+        for name, least, most in (
+            ("context", 2, 1 << 20),
+            ("sinks", 0, self.context - 1),
+            ("chunk", 2, self.context - self.sinks),
+            ("rewind", 0, 1 << 16),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise PackageError(f"static graphs: {name} is {value}; {least} to {most} are possible")
+
+    @property
+    def reach(self) -> int:
+        """How many of the last positions are attended to, beside the sinks."""
+        return self.context - self.sinks
+
+    @property
+    def slots(self) -> int:
+        """Positions that a session's cache has room for."""
+        return self.context + self.rewind
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """The kinds of graph, and how many tokens each takes at a time."""
+        return {DECODE: 1, PREFILL: self.chunk}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A model package, as written by export and read by everyone.
 
     `grid` holds the ascending boundaries, 0 and the layer count included, on which peers place the
-    ends of their spans; `parts` maps a part's name to its files.
+    ends of their spans; `parts` maps a part's name to its files. `static` is None where there are no static graphs.
     """
 
     name: str
@@ -100,6 +147,7 @@ class Manifest:
     grid: tuple[int, ...]
     parts: Mapping[str, tuple[FileEntry, ...]]
     format: int = FORMAT
+    static: StaticSpec | None = None
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
@@ -116,7 +164,9 @@ class Manifest:
                 raise PackageError(f"manifest: {name} is {value!r}")
         if list(self.grid) != sorted(set(self.grid)) or (self.grid[:1], self.grid[-1:]) != ((0,), (len(self.layers),)):
             raise PackageError(f"manifest: grid {self.grid} does not ascend from 0 to {len(self.layers)}")
-        missing = {EMBED, HEAD, TOKENIZER, *map(layer_part, range(len(self.layers)))} - set(self.parts)
+        layers = range(len(self.layers))
+        needed = {EMBED, HEAD, TOKENIZER, *map(layer_part, layers), *(map(static_part, layers) if self.static else ())}
+        missing = needed - set(self.parts)
         if missing:
             raise PackageError(f"manifest lacks the parts {', '.join(sorted(missing))}")
 
@@ -128,6 +178,8 @@ class Manifest:
     def to_json(self) -> bytes:
         """Canonical: equal manifests give equal bytes, and so equal digests."""
         plain = asdict(self) | {"parts": {k: [asdict(f) for f in v] for k, v in self.parts.items()}}
+        if self.static is None:
+            del plain["static"]  # so that a package without keeps the digest that it always had
         return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
     @cached_property
@@ -149,6 +201,7 @@ class Manifest:
                 layers=tuple(LayerSpec(**layer) for layer in plain["layers"]),
                 grid=tuple(int(i) for i in plain["grid"]),
                 parts={k: tuple(FileEntry(**f) for f in v) for k, v in plain["parts"].items()},
+                static=StaticSpec(**plain["static"]) if "static" in plain else None,
             )
         except (ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise PackageError(f"manifest cannot be read: {type(error).__name__} {error}") from error
@@ -167,6 +220,15 @@ class Manifest:
             + [HEAD] * (span.last == len(self.layers))
         )
 
+    def static_parts(self, span: LayerRange) -> list[str]:
+        """What static graphs of `span` are, beside `span_parts`. Raises PackageError where there are none."""
+        if self.static is None:
+            raise PackageError(
+                f"{self.name} ({self.digest[:12]}) has no static graphs: export it with --static CONTEXT, or serve it "
+                "with --engine stateful"
+            )
+        return [static_part(layer) for layer in span]
+
     def span_bytes(self, span: LayerRange) -> int:
         """Bytes on disk of what `span` runs."""
         return sum(entry.size for entry in self.files(self.span_parts(span)))
@@ -182,6 +244,15 @@ _NUMBERS = ("hidden_size", "vocab_size", "context_length", "format")
 
 def layer_part(layer: int) -> str:
     return f"layer_{layer:03d}"
+
+
+def static_part(layer: int) -> str:
+    return f"static_{layer:03d}"
+
+
+def static_file(layer: int, kind: str) -> str:
+    """The name of the layer's graph of one of `StaticSpec.widths`; its weights are in the layer's own .bin."""
+    return f"{layer_part(layer)}.{kind}.xml"
 
 
 def even_grid(layers: int, ways: int = 8) -> tuple[int, ...]:

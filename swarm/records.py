@@ -87,8 +87,9 @@ class PeerRecord:
     lets a route in or out; `holds` the layers whose files it gives away; `incarnation` differs at
     every start of the process. `layer_time_s` is seconds a layer for one decoded token,
     `prefill_time_s` seconds a layer for one token of a prompt (both measured by its self-test and
-    refreshed), `kv_free` the tokens of KV cache that are not reserved, `queue` the steps that wait. `work` is
-    None from peers of an earlier version.
+    refreshed), `kv_free` the tokens of KV cache that are not reserved, `queue` the steps that wait. `attends_to` is how
+    many tokens it attends to, and so the longest prompt that it takes; a longer text slides. 0 stands for all. `work`
+    is None from peers of an earlier version.
     """
 
     model: str
@@ -111,6 +112,7 @@ class PeerRecord:
     announced_at: float
     expires_at: float
     entries: tuple[int, ...] = ()
+    attends_to: int = 0
     links: Mapping[str, Link] = field(default_factory=dict)
     work: Work | None = None
 
@@ -149,6 +151,7 @@ class PeerRecord:
             "announced_at": self.announced_at,
             "expires_at": self.expires_at,
             "entries": list(self.entries),
+            "attends_to": self.attends_to,
             "links": {
                 peer: [link.rtt_s if link.reachable else -1.0, link.bytes_per_s] for peer, link in self.links.items()
             },
@@ -190,6 +193,7 @@ class PeerRecord:
             announced_at=read.number("announced_at"),
             expires_at=read.number("expires_at"),
             entries=entries,
+            attends_to=read.integer("attends_to"),
             links=read.links("links"),
             work=Work.from_plain(read.map("work")) if plain.get("work") is not None else None,
         )

@@ -27,7 +27,8 @@ class RouteRequest:
     >>> request = RouteRequest(layers=30, hidden_bytes=576 * 4, tokens=1, kv_tokens=512)
 
     `layers` of the model; `hidden_bytes` that one token's hidden state has on the wire; `tokens` in a step
-    (1: decode; more: a chunk of a prompt); `kv_tokens` of cache that the session needs on every hop.
+    (1: decode; more: a chunk of a prompt); `kv_tokens` of cache that the session needs on every hop;
+    `prompt_tokens` that every hop must attend to at once.
 
     `numerics` None takes whichever one is cheapest, the same on all hops unless `allow_mixed` is set.
     `entry_penalty_s` is added for each end of a hop inside its peer's span: a second graph runs there, which takes
@@ -42,6 +43,7 @@ class RouteRequest:
     hidden_bytes: int
     tokens: int = 1
     kv_tokens: int = 0
+    prompt_tokens: int = 0
     objective: Objective = "latency"
     numerics: Numerics | None = None
     allow_mixed: bool = False
@@ -53,7 +55,7 @@ class RouteRequest:
     keep_margin: float = 0.2
 
     def __post_init__(self) -> None:
-        for name, least in (("layers", 1), ("hidden_bytes", 1), ("tokens", 1), ("kv_tokens", 0)):
+        for name, least in (("layers", 1), ("hidden_bytes", 1), ("tokens", 1), ("kv_tokens", 0), ("prompt_tokens", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"route: {name} is {getattr(self, name)}; at least {least} is needed")
         if self.layers > MAX_LAYERS:
@@ -133,7 +135,7 @@ class Route:
 
 
 LeftOutCode = Literal[
-    "older", "layers", "expired", "leaving", "banned", "no_address", "unreachable", "kv_free", "numerics"
+    "older", "layers", "expired", "leaving", "banned", "no_address", "unreachable", "kv_free", "attends_to", "numerics"
 ]
 
 

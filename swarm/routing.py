@@ -192,6 +192,8 @@ def _fault(
     if record.kv_free < request.kv_tokens and record.peer_id not in reserved:
         free = f"{record.kv_free} of the {request.kv_tokens} tokens of KV cache" if record.kv_free else "no KV cache"
         return "kv_free", f"has {free} free"
+    if 0 < record.attends_to < request.prompt_tokens:
+        return "attends_to", f"attends to {record.attends_to} tokens, fewer than the prompt's {request.prompt_tokens}"
     return None
 
 

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from swarm.errors import ConfigError
+from swarm.errors import BadStep, ConfigError
 
 MAX_LOGPROBS = 64
+MAX_LOGIT_BIAS = 300
 # sorting a whole vocabulary takes milliseconds, and top-p mostly ends within its first hundreds
 _FIRST = 256
 _GROWTH = 8
 _ROUNDING = 1e-9
+_NO_IDS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,10 @@ class Sampling:
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 switch the filter
     off. `logprobs` asks for that many of the likeliest tokens beside the chosen one.
+
+    As in OpenAI's API: `presence_penalty` is subtracted from the score of each token that the answer has already,
+    `frequency_penalty` for each time that it has it; the answer begins at position `answer_start`. `logit_bias`
+    holds (token id, what is added to its score).
 
     >>> Sampling(temperature=0.7, top_p=0.9, seed=7).greedy
     False
@@ -41,12 +47,20 @@ class Sampling:
     repetition_penalty: float = 1.0
     seed: int = 0
     logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    answer_start: int = 0
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, 0.0, 100.0)
         _check("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check("min_p", self.min_p, 0.0, 1.0)
         _check("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _check("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_bias(self.logit_bias)
+        _check_integer("answer_start", self.answer_start, 0, (1 << 31) - 1)
         _check_integer("top_k", self.top_k, 0, 1 << 31)
         _check_integer("seed", self.seed, 0, (1 << 63) - 1)
         if self.logprobs is not None:
@@ -55,6 +69,15 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the tokens before weigh on the next."""
+        return self.repetition_penalty != 1.0 or self._counts
+
+    @property
+    def _counts(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def filters(self) -> bool:
@@ -77,10 +100,11 @@ class Choice:
 def choose(
     logits: NDArray[np.float32], sampling: Sampling, *, position: int, history: NDArray[np.int32] | None = None
 ) -> Choice:
-    """The token for `position`, from logits [vocab] float32 and the ids before it (for the penalty)."""
-    scores = logits
-    if sampling.repetition_penalty != 1.0 and history is not None and len(history):
-        scores = _penalise(logits, history, sampling.repetition_penalty)
+    """The token for `position`, from logits [vocab] float32 and the ids before it (for the penalties).
+
+    Raises BadStep where `logit_bias` names a token that the model does not have.
+    """
+    scores = _weigh(logits, sampling, _NO_IDS if history is None else history)
     token = int(scores.argmax()) if sampling.greedy else _draw(scores, sampling, position)
     if sampling.logprobs is None:
         return Choice(token=token)
@@ -148,6 +172,25 @@ def _draw(scores: NDArray[np.float32], sampling: Sampling, position: int) -> int
     return int(ids[min(index, len(ids) - 1)])
 
 
+def _weigh(logits: NDArray[np.float32], sampling: Sampling, history: NDArray[np.int32]) -> NDArray[np.float32]:
+    """The scores [vocab] after penalties and bias; `logits` themselves where there is none of them."""
+    scores = logits
+    if sampling.repetition_penalty != 1.0 and len(history):
+        scores = _penalise(logits, history, sampling.repetition_penalty)
+    answer = history[sampling.answer_start :]
+    if sampling._counts and len(answer):
+        seen, counts = np.unique(answer, return_counts=True)
+        scores = logits.copy() if scores is logits else scores
+        scores[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts.astype(np.float32)
+    if sampling.logit_bias:
+        scores = logits.copy() if scores is logits else scores
+        for token, bias in sampling.logit_bias:
+            if token >= len(scores):
+                raise BadStep(f"logit_bias names token {token}, and the model has {len(scores)}")
+            scores[token] += bias
+    return scores
+
+
 def _penalise(logits: NDArray[np.float32], history: NDArray[np.int32], penalty: float) -> NDArray[np.float32]:
     """Keskar et al. 2019, section 4.1, as Hugging Face does it: toward zero above, away from it below."""
     scores = logits.copy()
@@ -172,6 +215,16 @@ def _check(name: str, value: object, low: float, high: float, *, open_low: bool 
         or (open_low and value == low)
     ):
         raise ConfigError(f"{name} is {value!r}; it must be {'over' if open_low else 'from'} {low:g} to {high:g}")
+
+
+def _check_bias(pairs: object) -> None:
+    if not isinstance(pairs, tuple) or len(pairs) > MAX_LOGIT_BIAS:
+        raise ConfigError(f"logit_bias must be up to {MAX_LOGIT_BIAS} pairs of a token id and a number")
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ConfigError(f"logit_bias has {pair!r}; it must have pairs of a token id and a number")
+        _check_integer("logit_bias: a token id", pair[0], 0, (1 << 31) - 1)
+        _check(f"logit_bias of token {pair[0]}", pair[1], -100.0, 100.0)
 
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,8 @@ import pytest
 from swarm.demomodel import fetch_demo_model
 from swarm.folders import cache_folder
 
+pytest_plugins = ["tests.sharing"]
+
 ROOT = Path(__file__).parent.parent
 GreedyReference = Callable[[Sequence[int], int], list[int]]
 ChatIds = Callable[[str], list[int]]
@@ -36,10 +39,15 @@ _MAKE_IR = "import sys, openvino_genai; openvino_genai.LLMPipeline(sys.argv[1], 
 
 # A test that asks for one of these is marked `model`: `pytest -m "not model"` is the quick half.
 MODEL_FIXTURES = {"smollm2_gguf", "tiny_irs", "tiny_packages"}
+# What the static graphs of the tests' packages attend to, in chunks of how much: (tiny, SmolLM2).
+TINY_STATIC, SMOLLM2_STATIC = (48, 8), (64, 32)
 
 
 def pytest_configure() -> None:
     _hide_broken_torchvision()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # a shell starts what goes to the background so; the tests of Ctrl-C, and the peers that they start, need it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -210,6 +218,41 @@ def tiny_packages(tiny_irs: Mapping[str, Path]) -> Mapping[str, Path]:
 
     folder = _made("tiny-packages", [*_exporter(), *(str(ir).encode() for ir in tiny_irs.values())], make)
     return {family: folder / family for family in tiny_irs}
+
+
+@pytest.fixture(scope="session")
+def tiny_static_packages(tiny_packages: Mapping[str, Path]) -> Mapping[str, Path]:
+    """Family -> its package with static graphs, `TINY_STATIC`. Read only."""
+
+    def make(work: Path) -> None:
+        for family, package in tiny_packages.items():
+            add_static(package, work / family, *TINY_STATIC)
+
+    folder = _made("tiny-static", [*_exporter(), *(str(path).encode() for path in tiny_packages.values())], make)
+    return {family: folder / family for family in tiny_packages}
+
+
+@pytest.fixture(scope="session")
+def smollm2_static_package(smollm2_package: Path) -> Path:
+    """The demo model's package with static graphs, `SMOLLM2_STATIC`. Read only."""
+
+    def make(work: Path) -> None:
+        add_static(smollm2_package, work / "smollm2", *SMOLLM2_STATIC)
+
+    return _made("smollm2-static", [*_exporter(), str(smollm2_package).encode()], make) / "smollm2"
+
+
+def add_static(package: Path, target: Path, context: int, chunk: int) -> None:
+    """A copy of `package` that has static graphs too."""
+    from dataclasses import replace
+
+    from export.static import static_spec, write_static
+    from swarm.manifest import MANIFEST, load_manifest
+
+    shutil.copytree(package, target)
+    manifest, spec = load_manifest(target), static_spec(context, chunk)
+    parts = {**manifest.parts, **write_static(target, len(manifest.layers), spec)}
+    (target / MANIFEST).write_bytes(replace(manifest, parts=parts, static=spec).to_json())
 
 
 def _exporter() -> list[bytes]:

@@ -22,6 +22,7 @@ ROOF = {
     "swarm.localswarm",
     "swarm.doctor",
     "swarm.doctor_cli",
+    "swarm.serve_cli",
 }
 OPENVINO = ("swarm/engine/", "peer/selftest.py", "export/", "swarm/doctor.py")
 GENAI = ("client/text.py", "export/", "swarm/doctor.py")
@@ -110,7 +111,17 @@ def loaded_by(statement: str, *suspects: str) -> set[str]:
 
 
 def test_importing_the_client_is_light() -> None:
-    suspects = ("openvino", "openvino_genai", "hivemind", "torch", "transformers", "rich", "typer")
+    suspects = (
+        "openvino",
+        "openvino_genai",
+        "hivemind",
+        "torch",
+        "transformers",
+        "rich",
+        "typer",
+        "starlette",
+        "uvicorn",
+    )
     assert loaded_by("import client", *suspects) == set()
 
 

@@ -45,11 +45,6 @@ Precision = Literal["accuracy", "performance"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 
-EngineKind = Literal["paged", "stateful"]
-EngineChoice = Literal["auto", "paged", "stateful"]
-ENGINE_CHOICES: tuple[EngineChoice, ...] = get_args(EngineChoice)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
     """How a span computes: both must agree along a route for its text to be one model's text.

@@ -59,11 +59,11 @@ def compose(
     parts = manifest.span_parts(span)
     join = _Join(keep_beams=beam_idx)
     if EMBED in parts:
-        join.embed(_read(package, EMBED))
+        join.embed(read_part(package, EMBED))
     for layer in span:
-        join.layer(_read(package, layer_part(layer)), layer_part(layer), window=manifest.layers[layer].window)
+        join.layer(read_part(package, layer_part(layer)), layer_part(layer), window=manifest.layers[layer].window)
     if HEAD in parts:
-        join.head(_read(package, HEAD), logit_rows=logit_rows, rows_axis=rows_axis)
+        join.head(read_part(package, HEAD), logit_rows=logit_rows, rows_axis=rows_axis)
     return join.model(f"{manifest.name} {span}")
 
 
@@ -99,10 +99,11 @@ def open_engine(
     return engine
 
 
-def _read(package: Path, part: str) -> ov.Model:
+def read_part(package: Path, part: str, weights: str = "") -> ov.Model:
+    """The graph PART.xml over `weights`.bin, its own where none is named. Raises DamagedFile."""
     path = package / f"{part}.xml"
     try:
-        return ov.Core().read_model(path)
+        return ov.Core().read_model(path, package / f"{weights or part}.bin")
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1]
         raise DamagedFile(f"{path} is not a readable graph ({reason}): fetch or export it again") from error

@@ -40,18 +40,19 @@ def compile_span(
     cache_key: tuple[str, ...] = (),
     fused: bool = True,
     attention: str = STATEFUL_ATTENTION,
+    settings: Mapping[str, str] | None = None,
 ) -> CompiledSpan:
     """Compile `model`, which is the caller's to drop afterwards (its weights stay mapped until then).
 
     `accuracy` is f32 with an f32 KV cache, or an error; `performance` is what the device does by
     default. With `cache_dir` the result is kept under `cache_key`, the settings and OpenVINO's version; a
     damaged cache is deleted and compiled again. With `fused`, each of `attention_layers` must have
-    become one operation `attention` on the CPU.
+    become one operation `attention` on the CPU. `settings` are properties beyond those that follow from the others.
 
     Raises ConfigError for a setting that cannot be, EngineError for what the device would not do.
     """
     core = ov.Core()
-    properties = _properties(core, device, precision, threads)
+    properties = _properties(core, device, precision, threads) | dict(settings or {})
     try:
         if cache_dir is None:
             compiled = core.compile_model(model, device, properties)

@@ -15,6 +15,7 @@ float32 sums are ordered.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import openvino as ov
@@ -22,7 +23,10 @@ from numpy.typing import NDArray
 
 from swarm.engine.base import Numerics, Step, StepResult
 from swarm.engine.blocks import BlockTable
-from swarm.engine.device import CompiledSpan
+from swarm.engine.compose import compose
+from swarm.engine.device import PAGED_ATTENTION, CompiledSpan, compile_span
+from swarm.engine.memory import release_memory
+from swarm.engine.paging import page
 from swarm.engine.steps import StepRules, all_finite
 from swarm.engine.store import KvStore
 from swarm.errors import BadStep, ContextExceeded, EngineError, SwarmError
@@ -188,3 +192,41 @@ def _positions(steps: Sequence[Step], begins: NDArray[np.int32]) -> NDArray[np.i
     positions = np.arange(begins[-1], dtype=np.int64)
     positions += np.repeat([step.start for step in steps] - begins[:-1].astype(np.int64), np.diff(begins))
     return positions
+
+
+def open_paged_engine(
+    package: Path,
+    manifest: Manifest,
+    span: LayerRange,
+    *,
+    kv_tokens: int,
+    store: KvStore | None = None,
+    device: str = "CPU",
+    precision: str = "accuracy",
+    threads: int = 0,
+    cache_dir: Path | None = None,
+) -> PagedEngine:
+    """Compose and compile `span` with paged attention, stand an engine on it and warm it up.
+
+    It has room for `kv_tokens` positions, over all sessions; with `store` it shares that one's. Raises PackageError for
+    the files, EngineError for the device, ConfigError for the settings, UnsupportedModel for a graph that cannot be
+    paged.
+    """
+    compiled = compile_span(
+        page(compose(package, manifest, span, rows_axis=0), manifest.hidden_size),
+        attention_layers=len(span),
+        attention=PAGED_ATTENTION,
+        device=device,
+        precision=precision,
+        threads=threads,
+        cache_dir=cache_dir,
+        cache_key=(manifest.digest, str(span), "paged"),
+    )
+    try:
+        store = store or KvStore(compiled.model, span, tokens=kv_tokens)
+        engine = PagedEngine(compiled, manifest, span, store)
+    except RuntimeError as error:
+        raise EngineError(f"{device} has no paged cache for layers {span}: {error}") from error
+    engine.warm_up()
+    release_memory(package, *([cache_dir] if cache_dir else []))
+    return engine

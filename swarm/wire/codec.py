@@ -149,11 +149,12 @@ class _Bulks:
 
 
 class _Record:
-    """A small dataclass of scalars, as the tuple of its fields."""
+    """A small dataclass of scalars, as the tuple of its fields; tuples of them only where it checks those itself."""
 
     def __init__(self, record: type) -> None:
         self._record = record
         self._names = tuple(entry.name for entry in fields(record))
+        self._nested = {at for at, entry in enumerate(fields(record)) if str(entry.type).startswith("tuple[")}
 
     def write(self, value: Any, message: Message, payload: list[Buffer]) -> Plain:
         return self.to_plain(value)
@@ -167,8 +168,8 @@ class _Record:
     def from_plain(self, name: str, values: Plain) -> Any:
         if type(values) is not tuple or len(values) != len(self._names):
             raise _wrong(name, values)
-        for value in values:
-            if type(value) in _CONTAINERS:
+        for at, value in enumerate(values):
+            if type(value) in _CONTAINERS and not (at in self._nested and type(value) is tuple):
                 raise _wrong(name, value)
         try:
             return self._record(**dict(zip(self._names, values, strict=True)))

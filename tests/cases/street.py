@@ -23,9 +23,9 @@ from peer.selftest import SelfTest
 from peer.server import PeerServer
 from peer.service import Serving, SpanService
 from swarm.directory import MemoryDirectory
-from swarm.engine.base import EngineKind, Step
+from swarm.engine.base import Step
+from swarm.engine.choice import EngineKind, open_chosen_engine
 from swarm.engine.compose import open_engine
-from swarm.engine.opening import open_span
 from swarm.engine.paged import PagedEngine
 from swarm.engine.spill import Spill
 from swarm.greeting import client_hello, peer_hello
@@ -115,7 +115,7 @@ async def street(
     made = Street(manifest, MemoryDirectory())
     async with contextlib.AsyncExitStack() as stack:
         for number, (span, kind) in enumerate(zip(SPANS, kinds, strict=True)):
-            engine = open_span(package, manifest, span, kind=kind, kv_tokens=kv_tokens, threads=1)
+            engine = open_chosen_engine(kind, package, manifest, span, kv_tokens=kv_tokens, threads=1)
             paged = isinstance(engine, PagedEngine)
             if isinstance(engine, PagedEngine) and spill is not None:
                 engine.store.spill_to(Spill(spill, most_bytes=10_000_000))

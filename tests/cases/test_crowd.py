@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from client.events import Stage
-from swarm.engine.base import EngineKind
+from swarm.engine.choice import EngineKind
 from swarm.sampling import Sampling
 from tests.cases.street import Client, Street, clear_texts, street
 from tests.peer.toy_swarm import until

@@ -158,6 +158,7 @@ class ScriptedPeer:
         self.kv_free = 10_000
         self.state = SERVING
         self.layer_time_s = 1e-6
+        self.attends_to = 0
         self.stuck = False
         self.dead = False
         self.delay_s = 0.0
@@ -189,6 +190,7 @@ class ScriptedPeer:
             numerics=Numerics(inference="f32", kv="f32"),
             layer_time_s=self.layer_time_s,
             prefill_time_s=self.layer_time_s,
+            attends_to=self.attends_to,
             kv_free=self.kv_free,
             kv_total=10_000,
             sessions=len(self.sessions),
@@ -447,10 +449,11 @@ class ToySwarm:
         self.directory = MemoryDirectory()
         self.peers: dict[str, ScriptedPeer] = {}
 
-    async def add(self, name: str, span: str, *, layer_time_s: float = 1e-6) -> ScriptedPeer:
+    async def add(self, name: str, span: str, *, layer_time_s: float = 1e-6, attends_to: int = 0) -> ScriptedPeer:
         """Start a peer and announce it. A larger time makes it a spare."""
         peer = ScriptedPeer(name, LayerRange.parse(span), self.manifest)
         peer.layer_time_s = layer_time_s
+        peer.attends_to = attends_to
         peer.directory = self.directory
         await peer.start()
         self.peers[name] = peer

@@ -41,6 +41,16 @@ def test_sampling_follows_from_what_is_given(given: dict[str, Any], samples: boo
     assert config.sampling(RNG).greedy is not samples
 
 
+def test_penalties_of_the_answer_say_where_it_begins_and_others_do_not() -> None:
+    config = GenerationConfig(presence_penalty=0.5, logit_bias={7: -1.0})
+    assert config.sampling(RNG, answer_start=9) == Sampling(
+        presence_penalty=0.5, logit_bias=((7, -1.0),), answer_start=9
+    )
+    assert GenerationConfig().sampling(RNG, answer_start=9) == Sampling()
+    with pytest.raises(ConfigError, match="logit_bias"):
+        GenerationConfig(logit_bias=[(7, 1.0)])  # type: ignore[arg-type]
+
+
 def test_everything_travels_to_the_last_hop() -> None:
     config = GenerationConfig(
         temperature=0.5, top_k=3, top_p=0.8, min_p=0.05, repetition_penalty=1.3, seed=9, logprobs=2

@@ -227,3 +227,49 @@ def test_a_repair_is_counted() -> None:
         assert "spare" in reply.metrics.route
 
     run(test)
+
+
+# -- peers that do not attend to everything
+
+
+def test_a_prompt_goes_by_peers_that_attend_to_all_of_it() -> None:
+    async def test(world: World) -> None:
+        await world.swarm.add("narrow", "0:3", attends_to=10)
+        await world.swarm.add("wide", "0:3", layer_time_s=0.01)
+        await world.swarm.add("rest", "3:6", attends_to=50)
+        for count, first in ((9, "narrow"), (11, "wide")):
+            reply = await collect(world.client().generate("a" * count, GenerationConfig(max_new_tokens=9), raw=True))
+            assert list(reply.token_ids) == toy_text([0] * count, 9)
+            assert world.said("connected")[-1].startswith(first)
+
+    run(test)
+
+
+def test_a_prompt_that_nobody_attends_to_is_refused_at_once_and_not_sent() -> None:
+    async def test(world: World) -> None:
+        await world.swarm.add("narrow", "0:3", attends_to=10)
+        await world.swarm.add("rest", "3:6", attends_to=20)
+        with pytest.raises(ContextExceeded, match="the prompt has 30 tokens and peer narrow attends to 10: shorten"):
+            await collect(world.client().generate("a" * 30, GenerationConfig(max_new_tokens=9), raw=True))
+        assert world.said("connected") == world.said("waiting") == []
+
+    run(test)
+
+
+def test_a_text_and_a_conversation_may_outgrow_what_a_peer_attends_to() -> None:
+    """A turn has to fit by itself; what was read before, even by another peer, does not count."""
+
+    async def test(world: World) -> None:
+        narrow = await world.swarm.add("narrow", "0:6", attends_to=30)
+        await world.swarm.add("spare", "0:6", layer_time_s=0.01, attends_to=30)
+        async with world.client().session() as chat:
+            for turn in range(3):
+                reply = await chat.send("!" * 9, GenerationConfig(max_new_tokens=20))
+                assert len(reply.token_ids) == 20
+                if turn == 1:
+                    narrow.die()
+            with pytest.raises(ContextExceeded, match="peer spare attends to 30"):
+                await chat.send("!" * 40)
+            assert len((await chat.send("!" * 9, GenerationConfig(max_new_tokens=5))).token_ids) == 5
+
+    run(test)

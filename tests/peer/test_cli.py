@@ -27,6 +27,7 @@ def test_the_command_and_its_configuration_agree_on_what_is_usual() -> None:
     assert usual["grace"] == JoinConfig.grace_s
     assert usual["precision"] == JoinConfig.precision
     assert usual["device"] == JoinConfig.device
+    assert usual["engine"] == JoinConfig.engine
 
 
 def test_a_device_that_is_not_there_is_refused_before_anything_is_begun(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def test_a_size_that_is_none_is_quoted(text: str) -> None:
     [
         ("package", ""),
         ("precision", "fast"),
+        ("engine", "steam"),
         ("max_memory", 0),
         ("kv_tokens", 0),
         ("threads", -1),
@@ -41,3 +42,23 @@ def test_a_senseless_setting_is_named(field: str, value: Any) -> None:
     settings: dict[str, Any] = {"package": "model", "cache_dir": Path("cache"), field: value}
     with pytest.raises(ConfigError, match=field.removesuffix("_s")):
         JoinConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "kind"),
+    [
+        ("auto", "CPU", "stateful"),
+        ("auto", "GPU.0", "stateful"),
+        ("auto", "NPU", "static"),
+        ("static", "CPU", "static"),
+        ("static", "NPU.1", "static"),
+    ],
+)
+def test_an_npu_gets_the_engine_that_it_can_run(engine: str, device: str, kind: str) -> None:
+    config = JoinConfig(package="model", cache_dir=Path("cache"), engine=engine, device=device)
+    assert config.engine_kind == kind
+
+
+def test_what_an_npu_cannot_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match="neither state nor dynamic shapes: use --engine static"):
+        JoinConfig(package="model", cache_dir=Path("cache"), engine="stateful", device="NPU")

@@ -36,6 +36,15 @@ def test_every_kind_of_span_passes(layers: str, tiny_packages: Mapping[str, Path
     assert len(list(tmp_path.glob("*/*.blob"))) == 1
 
 
+def test_static_graphs_pass_within_what_they_attend_to(
+    tiny_static_packages: Mapping[str, Path], tmp_path: Path
+) -> None:
+    package = tiny_static_packages["mistral"]
+    result = asyncio.run(self_test(package, LayerRange(2, 4), engine="static", cache_dir=tmp_path))
+    assert result.numerics == "f32/f32"
+    assert len(list(tmp_path.glob("*/*.blob"))) == 2
+
+
 def test_a_damaged_file_is_named(tiny_packages: Mapping[str, Path], tmp_path: Path) -> None:
     package = shutil.copytree(tiny_packages["llama"], tmp_path / "damaged")
     (package / "layer_002.xml").write_text("<net")

@@ -16,7 +16,7 @@ from peer.span import load_span
 from peer.supply import Supply
 from swarm.address import Address
 from swarm.channel import Channel
-from swarm.engine.base import EngineKind
+from swarm.engine.choice import EngineKind
 from swarm.identity import Identity
 from swarm.manifest import load_manifest
 from swarm.spans import LayerRange

@@ -22,7 +22,7 @@ from swarm.directory import MemoryDirectory
 from swarm.engine.base import Numerics
 from swarm.errors import ConfigError, DamagedFile, PackageError, UnknownModel
 from swarm.identity import Identity
-from swarm.manifest import MANIFEST, FileEntry, Manifest, describe_file
+from swarm.manifest import MANIFEST, FileEntry, Manifest, StaticSpec, describe_file, static_part
 from swarm.records import PeerRecord
 from swarm.spans import LayerRange
 from tests.peer.toy_engine import LAYERS, ToyEngine, toy_manifest
@@ -112,7 +112,7 @@ def test_what_cannot_be_served_is_said_before_anything_is_loaded(package: Path, 
         (ConfigError, "layers 0:9 are not in toy, which has 6", package, {"layers": LayerRange(0, 9)}),
         (
             ConfigError,
-            "need 403 MB and this peer may take 100 MB",
+            "need 163 MB and this peer may take 100 MB",
             package,
             {"layers": LayerRange(0, 3), "max_memory": 100_000_000},
         ),
@@ -240,3 +240,23 @@ def test_a_record_says_what_was_measured_last() -> None:
     assert record.numerics == Numerics(inference="f32", kv="f32")
     assert PeerRecord.from_plain(record.to_plain()) == record
     assert offer.model().layer_bytes == 1
+
+
+def test_static_graphs_are_supplied_where_the_engine_runs_them_alone(package: Path, tmp_path: Path) -> None:
+    manifest = manifest_of(package)
+    static = {static_part(layer): (FileEntry(path=f"s{layer}", size=1, sha256="0" * 64),) for layer in manifest.span}
+    with_static = replace(manifest, parts={**manifest.parts, **static}, static=StaticSpec(context=8, chunk=2))
+    (package / MANIFEST).write_bytes(with_static.to_json())
+
+    def supplied(**settings: Any) -> Supply:
+        return asyncio.run(choose_supply(config(package, tmp_path, **settings), None, client_hello(), peer_id=ME))
+
+    span = LayerRange(1, 3)
+    assert set(supplied(layers=span, engine="static").parts) >= {"static_001", "static_002", "layer_001", "layer_002"}
+    assert "static_000" not in supplied(layers=span, engine="static").parts
+    assert not set(static) & set(supplied(layers=span).parts)
+
+
+def test_an_engine_without_its_graphs_is_refused_before_anything_is_fetched(package: Path, tmp_path: Path) -> None:
+    with pytest.raises(PackageError, match=r"has no static graphs: export it with --static CONTEXT"):
+        asyncio.run(choose_supply(config(package, tmp_path, engine="static"), None, client_hello(), peer_id=ME))

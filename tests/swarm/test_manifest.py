@@ -20,6 +20,7 @@ from swarm.manifest import (
     FileEntry,
     LayerSpec,
     Manifest,
+    StaticSpec,
     check_files,
     describe_file,
     even_grid,
@@ -27,6 +28,7 @@ from swarm.manifest import (
     load_manifest,
     package_folder,
     sha256_of,
+    static_part,
 )
 from swarm.spans import LayerRange
 
@@ -242,3 +244,50 @@ def test_a_path_is_a_path_whether_it_is_there_or_not(path: str | Path) -> None:
 
 def test_a_home_is_found() -> None:
     assert package_folder("~/model") == Path.home() / "model"
+
+
+def with_static(spec: StaticSpec) -> Manifest:
+    plain = a_manifest()
+    static = {static_part(layer): (entry(f"{static_part(layer)}.xml"),) for layer in plain.span}
+    return a_manifest(parts={**plain.parts, **static}, static=spec)
+
+
+def test_a_manifest_without_static_graphs_says_nothing_of_them() -> None:
+    assert b"static" not in a_manifest().to_json()
+    with pytest.raises(PackageError, match=r"tiny .* has no static graphs"):
+        a_manifest().static_parts(LayerRange(0, 1))
+
+
+def test_static_graphs_are_part_of_the_digest() -> None:
+    manifest = with_static(StaticSpec(context=64, chunk=8))
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert manifest.static_parts(LayerRange(1, 3)) == ["static_001", "static_002"]
+    others = [a_manifest(), with_static(StaticSpec(context=64, chunk=16)), with_static(StaticSpec(context=32, chunk=8))]
+    assert len({m.digest for m in (manifest, *others)}) == 4
+
+
+def test_a_static_manifest_lacks_no_layers_graphs() -> None:
+    with pytest.raises(PackageError, match="lacks the parts static_000, static_001"):
+        a_manifest(static=StaticSpec(context=64, chunk=8))
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"context": 1, "chunk": 2}, "context is 1"),
+        ({"context": 1 << 40, "chunk": 2}, "context is"),
+        ({"context": 64, "chunk": 1}, "chunk is 1"),
+        ({"context": 64, "chunk": 61}, "chunk is 61; 2 to 60"),
+        ({"context": 64, "chunk": 8, "sinks": 64}, "sinks is 64"),
+        ({"context": 64, "chunk": 8, "rewind": -1}, "rewind is -1"),
+        ({"context": "64", "chunk": 8}, "context is '64'"),
+        ({"context": 64, "chunk": 8.0}, "chunk is 8.0"),
+        ({"context": 64, "chunk": 8, "sinks": None}, "sinks is None"),
+    ],
+)
+def test_sizes_of_static_graphs_that_cannot_be_are_named(given: dict[str, Any], name: str) -> None:
+    with pytest.raises(PackageError, match=name):
+        StaticSpec(**given)
+    raw = a_manifest().to_json().decode()
+    with pytest.raises(PackageError, match=name):
+        Manifest.from_json(raw.replace('{"arch', json.dumps({"static": given})[:-1] + ',"arch', 1).encode())

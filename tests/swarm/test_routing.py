@@ -338,6 +338,7 @@ def test_of_routes_with_the_same_slowest_stage_the_shorter_step_wins() -> None:
         ({"expires_at": NOW - 1}, "expired", "was last heard of 5 s ago"),
         ({"kv_free": 99}, "kv_free", "has 99 of the 100 tokens of KV cache free"),
         ({"kv_free": 0}, "kv_free", "has no KV cache free"),
+        ({"attends_to": 49}, "attends_to", "attends to 49 tokens, fewer than the prompt's 50"),
         ({"addresses": ()}, "no_address", "announces no address"),
         ({"span": LayerRange(0, 99)}, "layers", "announces layers 0:99 of a model that has 6"),
         ({"numerics": FAST}, "numerics", "computes in bf16/u8, not in f32/f32"),
@@ -346,7 +347,7 @@ def test_of_routes_with_the_same_slowest_stage_the_shorter_step_wins() -> None:
 def test_a_peer_that_cannot_serve_is_left_out_with_its_reason(changes: dict[str, object], code: str, said: str) -> None:
     good = peer("good", "0:6", layer_time_s=5 * MS)
     bad = replace(peer("bad", "0:6", layer_time_s=0.0), **changes)  # type: ignore[arg-type]
-    plan = route_of([good, bad], replace(REQUEST, numerics=EXACT))
+    plan = route_of([good, bad], replace(REQUEST, numerics=EXACT, prompt_tokens=50))
     assert plan.route.peer_ids == ("id-good",)
     assert [(out.record.name, out.code, out.reason) for out in plan.left_out] == [("bad", code, said)]
 

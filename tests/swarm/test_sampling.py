@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from swarm.errors import ConfigError
+from swarm.errors import BadStep, ConfigError
 from swarm.sampling import MAX_LOGPROBS, Choice, Sampling, choose, probabilities
 
 VOCAB = 12
@@ -170,6 +170,45 @@ def test_the_penalty_is_huggingfaces(logits: Any, history: Any, penalty: float) 
     assert np.array_equal(logits, before)
 
 
+@given(logits_of, histories, st.integers(0, 20), st.floats(-2, 2), st.floats(-2, 2))
+def test_presence_and_frequency_count_in_the_answer_alone(
+    logits: Any, history: Any, start: int, presence: float, frequency: float
+) -> None:
+    sampling = Sampling(presence_penalty=presence, frequency_penalty=frequency, answer_start=start)
+    expected = logits.astype(np.float64)
+    for token in set(history[start:].tolist()):
+        expected[token] -= presence + frequency * history[start:].tolist().count(token)
+    found = choose(logits, sampling, position=0, history=history)
+    assert expected[found.token] == pytest.approx(expected.max(), abs=1e-4)
+    assert sampling.looks_back is (presence != 0 or frequency != 0)
+
+
+@given(logits_of, st.integers(0, VOCAB - 1), samplings)
+def test_a_bias_forces_or_forbids_a_token_and_changes_no_log_probability(
+    logits: Any, token: int, sampling: Sampling
+) -> None:
+    def biased(value: float) -> Choice:
+        return choose(logits, Sampling(logit_bias=((token, value),), logprobs=0, temperature=0.05), position=3)
+
+    before = logits.copy()
+    assert biased(100.0).token == token or np.sum(logits >= logits.max() - 1e-3) > 1
+    assert biased(-100.0).token != token or logits[token] > np.delete(logits, token).max() + 90
+    assert (logits == before).all()
+    plain = choose(logits, Sampling(logprobs=VOCAB), position=3)
+    assert biased(100.0).logprob == pytest.approx(dict(plain.top)[biased(100.0).token])
+
+
+@pytest.mark.parametrize("bias", [((1, 101.0),), ((True, 1.0),), ((1,),), [(1, 1.0)], ((1, 1.0),) * 301])
+def test_a_bias_that_cannot_be_is_named(bias: Any) -> None:
+    with pytest.raises(ConfigError, match="logit_bias"):
+        Sampling(logit_bias=bias)
+
+
+def test_a_bias_of_a_token_that_is_not_there_is_refused() -> None:
+    with pytest.raises(BadStep, match="token 12"):
+        choose(np.zeros(VOCAB, np.float32), Sampling(logit_bias=((VOCAB, 1.0),)), position=0)
+
+
 def test_a_strong_penalty_keeps_a_token_from_coming_again() -> None:
     logits = np.array([3.0, 2.9, -1.0], np.float32)
     sampling = Sampling(repetition_penalty=2.0)
@@ -209,6 +248,9 @@ def test_nothing_is_said_that_was_not_asked_for() -> None:
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("repetition_penalty", 0.0),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", float("nan")),
+        ("answer_start", -1),
         ("seed", -1),
         ("seed", 1 << 63),
         ("logprobs", 65),

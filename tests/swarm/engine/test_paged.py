@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from swarm.engine.base import Step
 from swarm.engine.blocks import first_name, names_of, pack_names
+from swarm.engine.choice import engines_to_try
 from swarm.engine.compose import open_engine
-from swarm.engine.opening import engines_to_try, open_span
-from swarm.engine.paged import PagedEngine
+from swarm.engine.paged import PagedEngine, open_paged_engine
 from swarm.engine.stateful import StatefulEngine
+from swarm.engine.store import KvStore
 from swarm.errors import BadStep, ConfigError, ContextExceeded, EngineError, PeerBusy, SwarmError, UnknownSession
 from swarm.manifest import load_manifest
 from swarm.spans import LayerRange
@@ -25,12 +26,8 @@ IDS = np.random.default_rng(3).integers(3, 200, 200).astype(np.int32)
 FAMILIES = ["llama", "mistral", "gpt_oss", "mixtral", "qwen3", "phi3"]
 
 
-def paged(package: Path, layers: str = "0:4", *, tokens: int = 2048, **options: Any) -> PagedEngine:
-    engine = open_span(
-        package, load_manifest(package), LayerRange.parse(layers), kind="paged", kv_tokens=tokens, **options
-    )
-    assert isinstance(engine, PagedEngine)
-    return engine
+def paged(package: Path, layers: str = "0:4", *, tokens: int = 2048, store: KvStore | None = None) -> PagedEngine:
+    return open_paged_engine(package, load_manifest(package), LayerRange.parse(layers), kv_tokens=tokens, store=store)
 
 
 def run(engine: PagedEngine | StatefulEngine, step: Step) -> NDArray[np.float32]:
@@ -228,5 +225,5 @@ def test_a_failed_inference_closes_the_sessions_of_its_call(
 def test_paged_is_what_the_cpu_gets() -> None:
     assert engines_to_try("auto", "CPU") == ("paged", "stateful")
     assert engines_to_try("auto", "GPU.0") == engines_to_try("stateful", "CPU") == ("stateful",)
-    with pytest.raises(ConfigError, match=r"GPU\.1 use --engine stateful"):
+    with pytest.raises(ConfigError, match=r"GPU\.1 use --engine auto"):
         engines_to_try("paged", "GPU.1")

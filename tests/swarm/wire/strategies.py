@@ -31,6 +31,10 @@ samplings = st.builds(
     repetition_penalty=st.floats(0.01, 100),
     seed=st.integers(0, (1 << 63) - 1),
     logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    logit_bias=st.lists(st.tuples(st.integers(0, 1 << 20), st.floats(-100, 100)), max_size=3).map(tuple),
+    answer_start=st.integers(0, 1 << 20),
 )
 traces = st.lists(
     st.builds(

@@ -16,6 +16,8 @@ from swarm.wire.messages import Failure, Forward, Hello, HopTrace, Link, Message
 from swarm.wire.questions import AskFile, FilePiece, Ping
 from tests.swarm.wire.strategies import EVERYTHING, any_message, same
 
+SAMPLING = [1.0, 0, 1.0, 0.0, 1.0, 0, None, 0.0, 0.0, [], 0]
+
 
 def frame_of(message: Message) -> Frame:
     header, payload = encode(message)
@@ -166,8 +168,14 @@ def test_a_field_of_the_wrong_type_is_nonsense_of_the_other_side(message: Messag
         ({"trace": [["p", 1.0, 1.0, 1.0, 1.0, float("nan")]]}, "sent_at"),
         ({"trace": [["p", 1.0, 1.0, 1.0, 1.0, {}]]}, "trace"),
         ({"sampling": [0.0]}, "sampling"),
-        ({"sampling": [-1.0, 0, 1.0, 0.0, 1.0, 0, None]}, "sampling: temperature is -1.0"),
-        ({"sampling": [nested(500), 0, 1.0, 0.0, 1.0, 0, None]}, "sampling"),
+        ({"sampling": [-1.0, *SAMPLING[1:]]}, "sampling: temperature is -1.0"),
+        ({"sampling": [nested(500), *SAMPLING[1:]]}, "sampling"),
+        ({"sampling": [*SAMPLING[:9], [[1, 2.0, 3]], 0]}, "sampling: logit_bias has"),
+        ({"sampling": [*SAMPLING[:9], [[-1, 2.0]], 0]}, "sampling: logit_bias: a token id is -1"),
+        ({"sampling": [*SAMPLING[:9], [[1, {}]], 0]}, "sampling: logit_bias of token 1"),
+        ({"sampling": [*SAMPLING[:9], nested(500), 0]}, "sampling"),
+        ({"sampling": [*SAMPLING[:9], [[1, 1.0]] * 301, 0]}, "sampling: logit_bias must be up to 300"),
+        ({"sampling": [*SAMPLING[:9], {"1": 1.0}, 0]}, "sampling"),
     ],
 )
 def test_what_is_wrong_in_a_step_is_named(values: dict[str, Any], named: str) -> None:

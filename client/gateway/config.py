@@ -1,0 +1,75 @@
+"""What a gateway can be told, and what it takes from one HTTP caller at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from client.gateway.keys import Keys
+from swarm.address import Address
+from swarm.errors import ConfigError
+
+DEFAULT_LISTEN = Address("127.0.0.1", 8000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig:
+    """Sizes in bytes, times in seconds.
+
+    At most `max_concurrent` answers are made at once and `max_waiting` wait for that; more are refused with 429.
+    A request without `max_tokens` gets `default_tokens`, or what the context leaves; one without `temperature` gets
+    OpenAI's, which is 1. A caller has `header_s` for its
+    headers and `body_s` for its body; one that takes nothing for `write_s` is given up. A stream in which nothing
+    happens says so every `heartbeat_s`. A model without a token for `probe_s` is asked for one; it is ready while the
+    last one is not older than three times that. The end is waited for `grace_s`.
+
+    >>> GatewayConfig(max_concurrent=8).max_waiting
+    256
+    """
+
+    listen: Address = DEFAULT_LISTEN
+    keys: Keys | None = None
+    allow_origins: tuple[str, ...] = ()
+    max_concurrent: int = 64
+    max_waiting: int = 256
+    max_choices: int = 16
+    default_tokens: int = 1024
+    temperature: float = 1.0
+    max_connections: int = 2048
+    max_body: int = 4 << 20
+    max_header: int = 32 << 10
+    header_s: float = 10.0
+    body_s: float = 30.0
+    write_s: float = 30.0
+    heartbeat_s: float = 15.0
+    keep_alive_s: float = 30.0
+    probe_s: float = 20.0
+    look_every_s: float = 2.0
+    grace_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if (
+                isinstance(value, int | float)
+                and not isinstance(value, bool)
+                and not value > 0
+                and name not in ("max_waiting", "temperature")
+            ):
+                raise ConfigError(f"{name} is {value!r}; it must be over 0")
+        if self.max_waiting < 0:
+            raise ConfigError(f"max_waiting is {self.max_waiting}; it must be 0 or more")
+        for origin in self.allow_origins:
+            if origin != "*" and not origin.startswith(("http://", "https://")):
+                raise ConfigError(f"{origin!r} is no origin; write it as https://HOST[:PORT], or * for all")
+
+
+def check_exposure(listen: Address, keys: Keys | None, *, no_auth: bool) -> None:
+    """Raises ConfigError where others than this machine could use the gateway without a key and nobody said so."""
+    if not (is_loopback(listen.host) or keys or no_auth):
+        raise ConfigError(
+            f"{listen.place} can be reached by others, and there is no key: "
+            "add --api-key-file FILE, or --no-auth if everybody who reaches it may use it"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")

@@ -1,0 +1,57 @@
+"""Who may use the gateway: the keys of a file, compared so that time says nothing about them."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from pathlib import Path
+
+from swarm.errors import ConfigError
+
+_MOST_KEYS = 1024
+_SHORTEST = 8
+
+
+class Keys:
+    """Only digests are kept. `repr` shows no key."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        """Raises ConfigError where there is none, or one that is too short; the keys themselves are never named."""
+        self._digests = [_digest(_checked(key, place)) for place, key in enumerate(keys, 1)]
+        if not 0 < len(self._digests) <= _MOST_KEYS:
+            raise ConfigError(f"there are {len(self._digests)} API keys; there must be 1 to {_MOST_KEYS}")
+
+    @classmethod
+    def read(cls, path: Path) -> Keys:
+        """One key a line; empty lines and those that begin with # are left out. Raises ConfigError naming the file."""
+        try:
+            lines = [line.strip() for line in path.read_text(encoding="ascii").splitlines()]
+        except (OSError, UnicodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not plain ASCII"
+            raise ConfigError(f"the API keys of {path} cannot be read: {reason}") from error
+        try:
+            return cls(line for line in lines if line and not line.startswith("#"))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    def __contains__(self, key: object) -> bool:
+        """Takes as long for a wrong key as for a right one."""
+        digest = _digest(key) if isinstance(key, str) else b""
+        found = False
+        for known in self._digests:
+            found |= hmac.compare_digest(known, digest)
+        return found
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+
+def _checked(key: str, place: int) -> str:
+    if len(key) < _SHORTEST or not key.isprintable() or " " in key:
+        raise ConfigError(f"key {place} must have at least {_SHORTEST} characters, and no spaces")
+    return key
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

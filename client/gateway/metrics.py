@@ -1,0 +1,126 @@
+"""What Prometheus is told of a gateway. Labels are few on purpose: models offered, hops seen, words of this program."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from client.gateway.fleet import Fleet
+from client.metrics import Metrics
+
+_FIRST_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0)
+_BETWEEN_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 3.0, 10.0)
+_HOP_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 1.0)
+_MOST_PEERS = 64
+_OTHERS = "others"
+
+
+class Gauges:
+    """All of them; `page` is what a scrape gets."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._registry = registry = CollectorRegistry()
+        self._peers: set[str] = set()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"swarm_gateway_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"swarm_gateway_{name}", text, labels, buckets=buckets, registry=registry)
+
+        self.requests = counter("requests", "HTTP requests by endpoint and status.", "endpoint", "status")
+        self.failures = counter("failures", "Requests that failed, by OpenAI error code.", "code")
+        self.vanished = counter("vanished", "Callers that went away before their answer was whole.", "model")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.", "model")
+        self.cached_tokens = counter("cached_prompt_tokens", "Tokens of prompts that peers had cached.", "model")
+        self.tokens = counter("tokens", "Tokens of answers.", "model")
+        self.reroutes = counter("reroutes", "Routes that were replaced in the middle of an answer.", "model")
+        self.queue_seconds = histogram("queue_seconds", "How long requests waited for a place.", _FIRST_S)
+        self.first_seconds = histogram("first_token_seconds", "From a place to the first token.", _FIRST_S, "model")
+        self.between_seconds = histogram("between_tokens_seconds", "From token to token.", _BETWEEN_S, "model")
+        self.speed = histogram(
+            "answer_tokens_per_second", "Speed of whole answers.", (1, 2, 5, 10, 20, 40, 80, 160, 320), "model"
+        )
+        self.hop_seconds = histogram(
+            "hop_seconds", "A token's time at a hop, the average of an answer.", _HOP_S, "model", "peer", "part"
+        )
+
+    def watch(self, model: str) -> Watch:
+        """Hears of one answer."""
+        return Watch(self, model, self._clock)
+
+    def follow(self, state: Callable[[], Iterator[Metric]]) -> None:
+        """Ask `state` at each scrape."""
+        self._registry.register(_Asked(state))
+
+    def page(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def peer_label(self, name: str) -> str:
+        """Peers name themselves: only so many names are kept apart."""
+        if name not in self._peers and len(self._peers) >= _MOST_PEERS:
+            return _OTHERS
+        self._peers.add(name)
+        return name
+
+
+class Watch:
+    """One answer's times."""
+
+    def __init__(self, gauges: Gauges, model: str, clock: Callable[[], float]) -> None:
+        self._gauges = gauges
+        self._model = model
+        self._clock = clock
+        self._last = clock()
+        self._began = False
+        self._between = gauges.between_seconds.labels(model)
+        self._tokens = gauges.tokens.labels(model)
+
+    def piece(self, tokens: int) -> None:
+        if not tokens:
+            return
+        now = self._clock()
+        if self._began:
+            self._between.observe((now - self._last) / tokens)
+        else:
+            self._gauges.first_seconds.labels(self._model).observe(now - self._last)
+        self._began, self._last = True, now
+        self._tokens.inc(tokens)
+
+    def finished(self, metrics: Metrics) -> None:
+        gauges, model = self._gauges, self._model
+        gauges.prompt_tokens.labels(model).inc(metrics.prompt_tokens)
+        gauges.cached_tokens.labels(model).inc(metrics.reused_tokens)
+        gauges.reroutes.labels(model).inc(metrics.repairs)
+        if metrics.tokens_per_second:
+            gauges.speed.labels(model).observe(metrics.tokens_per_second)
+        for hop in metrics.hops:
+            peer = gauges.peer_label(hop.name)
+            for part in ("network", "queue", "compute"):
+                gauges.hop_seconds.labels(model, peer, part).observe(getattr(hop, f"{part}_s"))
+
+
+class _Asked(Collector):
+    def __init__(self, state: Callable[[], Iterator[Metric]]) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        return self._state()
+
+    def describe(self) -> list[Metric]:
+        return []  # so that registering asks nothing
+
+
+def state_of(fleet: Fleet, running: Callable[[], int], waiting: Callable[[], int]) -> Iterator[Metric]:
+    """What is so now."""
+    yield GaugeMetricFamily("swarm_gateway_running", "Answers that are being made.", value=running())
+    yield GaugeMetricFamily("swarm_gateway_waiting", "Answers that wait for a place.", value=waiting())
+    ready = GaugeMetricFamily("swarm_gateway_ready", "Whether tokens came through lately.", labels=["model"])
+    for served in fleet.served:
+        ready.add_metric([served.name], float(fleet.is_ready(served)))
+    yield ready

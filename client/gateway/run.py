@@ -1,0 +1,42 @@
+"""A gateway from its start to its end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from client.config import ClientConfig
+from client.gateway.app import Gateway
+from client.gateway.config import GatewayConfig
+from client.gateway.fleet import Fleet
+from client.gateway.server import Ending
+from client.gateway.server import run as run_server
+from swarm.address import Address
+
+Listening = Callable[[Address, Sequence[str]], None]
+"""Hears where the gateway listens, and the names of its models."""
+
+
+async def run(
+    models: Sequence[str],
+    initial_peers: Sequence[Address],
+    config: GatewayConfig,
+    *,
+    client_config: ClientConfig,
+    follow: bool,
+    listening: Listening,
+) -> None:
+    """Until SIGINT or SIGTERM. Raises what `Fleet.of` raises, and ConfigError where it cannot listen."""
+    async with contextlib.AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(
+            Fleet.of(models, initial_peers, client_config=client_config, probe_s=config.probe_s, follow=follow)
+        )
+        ending = Ending()
+        gateway = await stack.enter_async_context(Gateway(fleet, config, ending=ending.asked))
+        stack.enter_context(ending.on_signals())
+        await run_server(
+            gateway.app(),
+            config,
+            ending=ending,
+            listening=lambda place: listening(place, [served.name for served in fleet.served]),
+        )

@@ -1,0 +1,44 @@
+"""A package of which one needs a corner: its own `__init__` runs only for a name that is not there yet.
+
+Importing `a.b.c` runs the `__init__` of `a` and of `a.b` first, whatever they import. Behind a lazy `a.b` its
+modules can be imported alone; who asks it for a name that it does not have gets what the real one has.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _LazyPackage(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if module := sys.modules.get(f"{self.__name__}.{name}"):
+            return module  # one whose import is under way
+        spec = self.__spec__
+        if name.startswith("__") or spec is None or spec.loader is None:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        # once only: what its `__init__` does not define is missing from now on
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        spec.loader.exec_module(self)
+        return getattr(self, name)
+
+
+def lazy_package(name: str) -> ModuleType:
+    """Make `name` a lazy package, unless it is imported already. Its parent comes first.
+
+    Raises ModuleNotFoundError.
+    """
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.find_spec(name)
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    package = importlib.util.module_from_spec(spec)
+    package.__class__ = _LazyPackage
+    sys.modules[name] = package
+    parent, _, child = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], child, package)
+    return package

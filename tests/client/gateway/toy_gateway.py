@@ -1,0 +1,137 @@
+"""A real gateway on a real port before toy peers, in a thread of its own: tests are callers like any other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import httpx
+
+from client.client import SwarmClient
+from client.config import ClientConfig
+from client.gateway.app import Gateway
+from client.gateway.config import GatewayConfig
+from client.gateway.fleet import Fleet
+from client.gateway.server import Ending
+from client.gateway.server import run as serve
+from swarm.address import Address
+from tests.client.scripted import ScriptedPeer
+from tests.client.world import QUICK, World
+
+T = TypeVar("T")
+PATIENCE_S = 30.0
+# Callers, gateway and peers are one process here: a busy machine is no peer's fault.
+PATIENT = replace(
+    QUICK,
+    connect_timeout_s=PATIENCE_S,
+    measure_timeout_s=PATIENCE_S,
+    open_timeout_s=PATIENCE_S,
+    ping_timeout_s=PATIENCE_S,
+    step_floor_s=PATIENCE_S,
+    stall_s=PATIENCE_S,
+)
+ANYWHERE = Address("127.0.0.1", 0)
+
+
+@dataclass
+class ToyGateway:
+    """`call` runs a function of the gateway's thread and gives its result."""
+
+    url: str
+    world: World
+    fleet: Fleet
+    ending: Ending
+    loop: asyncio.AbstractEventLoop
+    http: httpx.Client
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def call(self, work: Callable[[], Awaitable[T]]) -> T:
+        async def run() -> T:
+            return await work()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(PATIENCE_S)
+
+    def ask_to_end(self) -> None:
+        self.loop.call_soon_threadsafe(self.ending.asked.set)
+
+    def slow_down(self, delay_s: float) -> None:
+        """Every step takes so long at each peer from now on."""
+        for peer in self.peers:
+            peer.delay_s = delay_s
+
+    @property
+    def peers(self) -> list[ScriptedPeer]:
+        return list(self.world.swarm.peers.values())
+
+    @property
+    def sessions(self) -> int:
+        async def count() -> int:
+            return self.world.swarm.open_sessions
+
+        return self.call(count)
+
+
+@contextlib.contextmanager
+def toy_gateway(
+    *, eos: tuple[int, ...] = (), probing: bool = False, client: ClientConfig = PATIENT, **options: Any
+) -> Iterator[ToyGateway]:
+    """`options` are GatewayConfig's. Without `probing` no token comes through but those that are asked for."""
+    config = GatewayConfig(**{"listen": ANYWHERE, "grace_s": 5.0, "temperature": 0.0, **options})
+    listening = threading.Event()
+    made: list[ToyGateway] = []
+    failed: list[BaseException] = []
+
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            world = World(client, eos)
+            stack.push_async_callback(world.swarm.close)
+            await world.three()
+
+            async def connect(model: str) -> SwarmClient:
+                return world.client()
+
+            fleet = await stack.enter_async_context(Fleet(world.swarm.directory, connect, probe_s=config.probe_s))
+            fleet.offer(world.client())
+            stack.push_async_callback(world.planner.close)
+            if probing:
+                fleet.begin()
+            ending = Ending()
+            gateway = await stack.enter_async_context(Gateway(fleet, config, ending=ending.asked))
+
+            def heard(place: Address) -> None:
+                url, loop = f"http://{place.place}", asyncio.get_running_loop()
+                http = httpx.Client(base_url=url, timeout=PATIENCE_S, verify=False)
+                made.append(ToyGateway(url, world, fleet, ending, loop, http))
+                listening.set()
+
+            await serve(gateway.app(), config, ending=ending, listening=heard)
+        made[0].ended.set()
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            failed.append(error)
+            raise
+        finally:
+            listening.set()
+
+    thread = threading.Thread(target=run, name="toy gateway")
+    thread.start()
+    try:
+        assert listening.wait(PATIENCE_S)
+        assert made, failed
+        yield made[0]
+    finally:
+        if made and thread.is_alive():
+            with contextlib.suppress(RuntimeError):
+                made[0].ask_to_end()
+        thread.join(PATIENCE_S)
+        for gateway in made:
+            gateway.http.close()
+    assert not thread.is_alive()
+    assert not failed

@@ -1,0 +1,54 @@
+"""How two processes share the suite: a plugin for pytest-xdist, loaded by tests/conftest.py.
+
+A file stays whole, for the swarm of its own that it may have. The files on the one standing swarm
+(tests/cases/conftest.py) stay together, so that it is started once. What starts peers comes first: such shares are
+long, and a long one that began last would leave the other process idle.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
+
+_ROOT = Path(__file__).parent.parent
+_PROCESSES = 2
+"""More would only wait: peers compute, and the longest share is half of the whole."""
+_STANDING = "standing_swarm"
+
+
+class Shares(LoadScopeScheduling):
+    """xdist's scheduler of whole scopes, with `share_of` as the scope."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return share_of(nodeid.partition("::")[0])
+
+
+@cache
+def share_of(path: str) -> str:
+    """The share that the tests of this file belong to; `path` is relative to the root."""
+    return _STANDING if f"{_STANDING}: " in (_ROOT / path).read_text() else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Shares:
+    return Shares(config, log)
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """None for single files or tests: starting them would take longer, and what is printed would be hidden."""
+    return _PROCESSES if all(Path(argument).is_dir() for argument in config.args) else 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        items.sort(key=_rank)
+
+
+def _rank(item: pytest.Item) -> int:
+    if item.nodeid.startswith("tests/cases/"):
+        return 0
+    return 1 if item.get_closest_marker("model") else 2
