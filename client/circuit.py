@@ -119,9 +119,14 @@ class Circuit:
 
     # -- opening
 
-    async def establish(self, max_tokens: int) -> None:
+    @property
+    def held(self) -> int:
+        """Tokens of the prefix that every hop has cached since it was opened."""
+        return min(hop.held for hop in self.hops)
+
+    async def establish(self, max_tokens: int, prefix: bytes = b"") -> None:
         """Open and link all hops. Raises the first fault's error; `faults` has all of them."""
-        await self._on_each(self.hops, lambda hop: hop.open(self._lines, max_tokens=max_tokens))
+        await self._on_each(self.hops, lambda hop: hop.open(self._lines, max_tokens=max_tokens, prefix=prefix))
         await self._on_each(self.hops[:-1], self._link)
         self._is_established = True
 

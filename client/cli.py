@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
@@ -20,6 +21,7 @@ from client.options import (
     JsonFlag,
     ModelArgument,
     NumericsOption,
+    PrefixKey,
     parse_initial_peers,
     parse_numerics,
     write_json,
@@ -59,6 +61,7 @@ def generate(
     system: System = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     numerics: NumericsOption = "",
+    prefix_key: PrefixKey = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Answer one prompt.
@@ -84,7 +87,7 @@ def generate(
     if system is not None:
         asked = [{"role": "system", "content": system}, {"role": "user", "content": text}]
     with Progress() as progress:
-        reply = loops.run(_generate(model, initial_peers, numerics, asked, config, progress, raw, as_json))
+        reply = loops.run(_generate(model, initial_peers, numerics, prefix_key, asked, config, progress, raw, as_json))
         if as_json:
             write_json(reply.to_plain(), indent=None)
         progress.note(describe(reply), dim=True)
@@ -94,6 +97,7 @@ async def _generate(
     model: str,
     initial_peers: list[str],
     numerics: str,
+    prefix_key: str | None,
     asked: str | list[dict[str, str]],
     config: GenerationConfig,
     progress: Progress,
@@ -101,7 +105,7 @@ async def _generate(
     as_json: bool,
 ) -> Reply:
     async with (
-        await _connect(model, initial_peers, numerics, progress) as client,
+        await _connect(model, initial_peers, numerics, prefix_key, progress) as client,
         aclosing(client.generate(asked, config, raw=raw)) as pieces,
     ):
         return await collect(pieces if as_json else _shown(pieces, progress))
@@ -125,6 +129,7 @@ def chat(
         int, typer.Option(min=2, help="Tokens of conversation to reserve room for on the peers.")
     ] = ClientConfig.chat_tokens,
     numerics: NumericsOption = "",
+    prefix_key: PrefixKey = None,
 ) -> None:
     """Talk in turns; the peers keep what they have read.
 
@@ -145,7 +150,7 @@ def chat(
     )
     # Between turns the loop stands still, so that input() has the terminal, its editing and Ctrl-C to itself.
     with Progress() as progress, loops.runner() as runner:
-        client = runner.run(_connect(model, initial_peers, numerics, progress, chat_tokens=context))
+        client = runner.run(_connect(model, initial_peers, numerics, prefix_key, progress, chat_tokens=context))
         session = client.session(config, system=system)
         try:
             _Conversation(session, runner, progress).run()
@@ -221,11 +226,14 @@ async def _connect(
     model: str,
     initial_peers: list[str],
     numerics: str,
+    prefix_key: str | None,
     progress: Progress,
     *,
     chat_tokens: int = ClientConfig.chat_tokens,
 ) -> SwarmClient:
     config = ClientConfig(numerics=parse_numerics(numerics), chat_tokens=chat_tokens)
+    if prefix_key is not None:
+        config = dataclasses.replace(config, prefix_key=prefix_key)
     addresses = parse_initial_peers(initial_peers)
     return await SwarmClient.connect(model, initial_peers=addresses, config=config, on_event=progress.hear)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import random
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -155,6 +156,9 @@ class ClientConfig(_Named):
     connection does not answer within `ping_timeout_s` is given up at once, one that answers and computes
     nothing for `stall_s` more after that. Without cover for a layer, `wait_for_peers_s` is how long somebody
     may still join; `repair_timeout_s` and `max_repairs` bound the attempts at one step.
+    Peers keep what they computed of a text for a while, under names that only `prefix_key` makes: clients with the
+    same key start from what any of them has left there, and can tell from the time it takes what that was. None: keep
+    nothing for me.
     `chat_tokens` is what a chat reserves on each hop, at most the model's context. `draft_package` is the small model
     that drafts where a generation does not say otherwise, on this machine's `draft_device` with `draft_threads` (0:
     as OpenVINO thinks best).
@@ -169,6 +173,7 @@ class ClientConfig(_Named):
     numerics: Numerics | None = None
     mixed_numerics: bool = False
     chat_tokens: int = 4096
+    prefix_key: str | None = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     connect_timeout_s: float = 5.0
     measure_timeout_s: float = 2.0
     open_timeout_s: float = 10.0
@@ -198,6 +203,8 @@ class ClientConfig(_Named):
         _whole("draft_threads", self.draft_threads, 0, 4096)
         if self.dtype not in HIDDEN_DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; it must be {', '.join(HIDDEN_DTYPES)}")
+        if self.prefix_key is not None and not (isinstance(self.prefix_key, str) and 0 < len(self.prefix_key) <= 256):
+            raise ConfigError("prefix_key must be a text of 1 to 256 characters, or None to have nothing kept")
         if self.numerics is not None and not isinstance(self.numerics, Numerics):
             raise ConfigError(f"numerics is {self.numerics!r}; it must be Numerics(inference=..., kv=...)")
         for entry in fields(self):

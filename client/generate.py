@@ -9,7 +9,6 @@ from typing import Any
 
 from client.circuit import Answer
 from client.config import GenerationConfig
-from client.draft import common_prefix
 from client.metrics import Meter, Metrics
 from client.pieces import Writer
 from client.pipeline import Pipeline
@@ -105,7 +104,7 @@ async def generate(
     Raises what `Pipeline.advance` raises; what came before is already given.
     """
     prompt = list(task.prompt)
-    reused = min(common_prefix(pipeline.cached, prompt), len(prompt) - 1)
+    reused = 0
     pipeline.begin(prompt)
     repairs = pipeline.repairs
     writer = Writer(task.decode, stops=task.config.stops, tidies=task.tidies)
@@ -131,6 +130,7 @@ async def generate(
                     raise
                 reason = FinishReason.CONTEXT  # a peer's limit is lower than it said: the text so far is kept
             else:
+                reused = reused if new else pipeline.reused
                 tokens, reason = _up_to_the_end(task, given.tokens, new)
                 new += len(tokens)
                 logprobs = given.choices[: len(tokens)]

@@ -45,6 +45,7 @@ class Hop:
         self.session = session
         self.epoch = epoch
         self.is_leaving = False
+        self.held = 0
         self._secret = secrets.token_bytes(32)
         self._config = config
         self._on_output = on_output
@@ -65,8 +66,11 @@ class Hop:
         """The peer may know this session under this epoch."""
         return self._line is not None
 
-    async def open(self, lines: Lines, *, max_tokens: int) -> None:
-        """Reserve room there. Raises PeerError (PeerBusy says when there is room), ContextExceeded."""
+    async def open(self, lines: Lines, *, max_tokens: int, prefix: bytes = b"") -> None:
+        """Reserve room there; `held` tokens of what `prefix` names are cached then.
+
+        Raises PeerError (PeerBusy says when there is room), ContextExceeded.
+        """
         line = await lines.line(self.plan.record)
         # from here on the peer may know the session, whatever becomes of the answer
         self._line = line
@@ -80,8 +84,10 @@ class Hop:
             last=self.plan.span.last,
             max_tokens=max_tokens,
             dtype=self._config.dtype,
+            prefix=prefix,
         )
-        await line.channel.ask(question, SessionOpened, timeout=self._config.open_timeout_s)
+        opened = await line.channel.ask(question, SessionOpened, timeout=self._config.open_timeout_s)
+        self.held = opened.held
         self.is_leaving = line.said_leaving is not None
 
     async def link(self, following: Hop | None) -> None:

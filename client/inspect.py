@@ -101,14 +101,15 @@ class Inspection:
                         "addresses": ["10.0.0.7:31337"], "device", "numerics": "f32/f32", "layer_time_s",
                         "prefill_time_s", "queue", "sessions", "kv_free", "kv_total", "state", "software",
                         "announced_at", "expires_at", "age_s", "rtt_s", "bytes_per_s", "unreachable",
+                        "work": {"engine": "paged", "batch", "tokens_per_s", "blocks", "blocks_used"},
                         "hop": 0, "left_out": ""}],
              "route": {"numerics", "cost_s", "step_s", "slowest_s", "return_s",
                        "hops": [{"peer_id", "name", "span", "relayed", "latency_s", "transfer_s", "queue_s",
                                  "compute_s", "entry_s", "total_s"}]},
              "alternatives": [{"kind", "peer_id", "cost_s", "reason", "route"}]}
 
-        Times in seconds, `at` and `..._at` Unix time. `route`, `hop`, `rtt_s`, `bytes_per_s`, `cost_s` and
-        `numerics` are null where there is none; `unreachable` and `left_out` hold the reason, or "".
+        Times in seconds, `at` and `..._at` Unix time. `route`, `hop`, `work`, `rtt_s`, `bytes_per_s`, `cost_s`
+        and `numerics` are null where there is none; `unreachable` and `left_out` hold the reason, or "".
         """
         return {
             "schema": SCHEMA,

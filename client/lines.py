@@ -13,7 +13,8 @@ from client.config import ClientConfig
 from swarm.channel import Channel, measure_link
 from swarm.errors import PeerLost, PeerUnreachable, SwarmError
 from swarm.records import Link, PeerRecord
-from swarm.wire.messages import Failure, Hello, Leaving, Message, Output
+from swarm.wire.message import Message
+from swarm.wire.messages import Failure, Hello, Leaving, Output
 
 T = TypeVar("T")
 _MEASURED = 64

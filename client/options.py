@@ -48,6 +48,13 @@ DraftOption = Annotated[
         "PACKAGE: a small model with the same tokenizer; ngram: look up in the text; auto: ngram where it pays.",
     ),
 ]
+PrefixKey = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help="Share what peers keep of prompts with all who give the same key; otherwise with nobody.",
+    ),
+]
 
 
 def parse_initial_peers(texts: Sequence[str]) -> list[Address]:

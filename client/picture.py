@@ -21,6 +21,7 @@ from rich.text import Text
 
 from client.inspect import Inspection, ModelView, PeerView
 from swarm.footprint import in_words
+from swarm.records import PeerRecord
 from swarm.routes import Alternative, HopPlan, Route
 from swarm.spans import LayerRange
 
@@ -167,6 +168,8 @@ class Picture:
         for title in ("ms/layer", *(["prefill"] * wide), "queue", "sess.", "KV free", "RTT ms", "age"):
             table.add_column(title, justify="right", no_wrap=True)
         if wide:
+            for title in _WORK:
+                table.add_column(title, justify="right", no_wrap=True)
             for title in ("state", "id", "version", "address"):
                 table.add_column(title, no_wrap=True, overflow="ellipsis")
         for view in self._seen.peers:
@@ -185,14 +188,15 @@ class Picture:
                 f"{view.age_s:.0f} s",
             ]
             if wide:
-                cells += [record.state, record.peer_id[:8], _short(record.software, 12), _address(view)]
+                cells += [*_work(record), record.state, record.peer_id[:8], _short(record.software, 12), _address(view)]
             table.add_row(*map(Text, cells), style=_style(view))
         return table
 
     def _who(self) -> Table:
         """What does not fit beside the rest on a narrow terminal."""
-        table = _table("peer", "id", "state", "version", gap=2)
-        table.add_column("prefill", justify="right", no_wrap=True)
+        table = _table("peer", "id", "state", "version", gap=1)
+        for title in ("prefill", *_WORK):
+            table.add_column(title, justify="right", no_wrap=True)
         table.add_column("address", no_wrap=True, overflow="ellipsis")
         for view in self._seen.peers:
             record = view.record
@@ -202,6 +206,7 @@ class Picture:
                 record.state,
                 _short(record.software, 12),
                 _ms(record.prefill_time_s),
+                *_work(record),
                 _address(view),
             )
             table.add_row(*map(Text, cells), style=_style(view))
@@ -279,6 +284,9 @@ class Picture:
         return " → ".join(f"{self._seen.name_of(hop.record.peer_id)} {hop.span}" for hop in route.hops)
 
 
+_WORK = ("batch", "tok/s", "blocks")
+
+
 def picture_models(models: Sequence[ModelView]) -> RenderableType:
     """What a swarm serves, one row a model; below it where the models come from and what is missing.
 
@@ -334,6 +342,15 @@ def _rtt(view: PeerView) -> str:
 
 def _count(tokens: int) -> str:
     return str(tokens) if tokens < 10_000 else f"{tokens / 1000:.0f}k"
+
+
+def _work(record: PeerRecord) -> tuple[str, str, str]:
+    """Steps in an inference, tokens a second over all sessions, blocks of KV cache that sessions hold."""
+    work = record.work
+    if work is None:
+        return "?", "?", "?"
+    blocks = f"{_count(work.blocks_used)}/{_count(work.blocks)}" if work.blocks else "-"
+    return f"{work.batch:.1f}", f"{work.tokens_per_s:.0f}", blocks
 
 
 def _address(view: PeerView) -> str:

@@ -25,6 +25,7 @@ from client.lines import Lines
 from client.pace import pace_of
 from client.planner import Planner
 from client.trouble import Trouble
+from swarm.engine.blocks import first_name, names_of, pack_names
 from swarm.errors import (
     DirectoryError,
     LocalProtocolError,
@@ -38,6 +39,7 @@ from swarm.errors import (
 from swarm.manifest import Manifest
 from swarm.routes import Plan, Route
 from swarm.sampling import Sampling
+from swarm.wire.messages import MAX_PREFIX_BYTES
 
 OnAnswer = Callable[[Answer], None]
 _REPAIRABLE = (PeerError, RemoteProtocolError, UnknownSession)
@@ -75,9 +77,13 @@ class Pipeline:
         clock: Callable[[], float],
         on_event: OnEvent,
     ) -> None:
-        """`max_tokens` positions are reserved on each hop. `on_answer` may be set to hear of every step."""
+        """`max_tokens` positions are reserved on each hop. `on_answer` may be set to hear of every step.
+
+        `reused` tells how many of the known tokens the last answer did not have to compute.
+        """
         self.max_tokens = max_tokens
         self.repairs = 0
+        self.reused = 0
         self.on_answer: OnAnswer = _unheard
         self._on_event = on_event
         self._planner = planner
@@ -211,7 +217,7 @@ class Pipeline:
         try:
             while True:
                 try:
-                    circuit = await self._ready(trouble)
+                    circuit = await self._ready(trouble, known)
                     return await self._catch_up(circuit, known, sampling)
                 except _REPAIRABLE as error:
                     await self._give_up(error)
@@ -224,6 +230,7 @@ class Pipeline:
         # what is known and cached is not sent again; the last position is, for its answer
         start = position = min(common_prefix(self._cached, known), len(known) - 1)
         del self._cached[start:]
+        self.reused = start
         if self._windows and self._windows[0].answers(circuit, start, known[-1], sampling):
             position = len(known)
         else:
@@ -252,7 +259,7 @@ class Pipeline:
 
     # -- routes
 
-    async def _ready(self, trouble: Trouble) -> Circuit:
+    async def _ready(self, trouble: Trouble, known: Sequence[int]) -> Circuit:
         """The circuit as it is, or one over a new route where there is none or a hop is about to leave."""
         while True:
             if self._closed:
@@ -271,7 +278,7 @@ class Pipeline:
                     await asyncio.sleep(min(left, self._config.look_again_s))
                 # else: the hop that leaves is still there, and nobody else is
                 continue
-            await self._switch(plan)
+            await self._switch(plan, known)
 
     def _usable_circuit(self) -> Circuit | None:
         return self._circuit if self._circuit is not None and self._circuit.is_usable else None
@@ -282,8 +289,9 @@ class Pipeline:
                 self._planner.leave_out(hop.plan.record)
         return await self._planner.plan(self.max_tokens, self._plan, prompt_tokens=self._prompt_tokens)
 
-    async def _switch(self, plan: Plan) -> None:
-        """Open the session over `plan`'s route, under the next epoch. What is cached counts no more."""
+    async def _switch(self, plan: Plan, known: Sequence[int]) -> None:
+        """Open the session over `plan`'s route, under the next epoch. What is cached counts no more: only what all
+        hops still have of `known`, from this session or another."""
         before = self._circuit
         circuit = Circuit(
             plan.route,
@@ -300,7 +308,7 @@ class Pipeline:
         self._cached.clear()
         self._circuit = circuit
         try:
-            await circuit.establish(self.max_tokens)
+            await circuit.establish(self.max_tokens, self._prefix(known))
         finally:
             if before is not None:
                 before.retire(circuit)
@@ -310,7 +318,16 @@ class Pipeline:
                 await circuit.close()
         self.repairs += self._plan is not None
         self._plan = plan
+        self._cached = list(known[: circuit.held])
         self._say(Stage.CONNECTED, str(circuit))
+
+    def _prefix(self, known: Sequence[int]) -> bytes:
+        """The names of `known`, for peers to find what they have of it."""
+        key = self._config.prefix_key
+        if key is None:
+            return b""
+        first = first_name(self._manifest.digest, key)
+        return pack_names(first, names_of(ids_of(known), first=first), most=MAX_PREFIX_BYTES)
 
     # -- repair
 

@@ -55,16 +55,27 @@ def join(
     listen: Listen = None,
     dht_port: DhtPort = None,
     device: Annotated[str, typer.Option(help="An OpenVINO device.")] = "CPU",
-    engine: Annotated[
-        EngineChoice, typer.Option(help="How it computes; auto takes static graphs on an NPU, and else stateful ones.")
-    ] = "auto",
     precision: Annotated[
         Precision, typer.Option(help="f32, which gives the unsplit model's tokens, or the device's default.")
     ] = "accuracy",
+    engine: Annotated[
+        EngineChoice,
+        typer.Option(help="paged: many sessions at once; stateful: one after another; static: NPUs; auto: what works."),
+    ] = "auto",
     max_memory: Annotated[
         str | None, typer.Option(metavar="6GB", help="What it may take in all; otherwise 70 % of what is free.")
     ] = None,
     kv_tokens: Annotated[int | None, typer.Option(help="The most tokens of KV cache, over all sessions.")] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(metavar="2GB", help="The most memory for KV cache; otherwise what is left.")
+    ] = None,
+    kv_spill: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Put caches of pausing sessions there when others need the room.")
+    ] = None,
+    kv_spill_size: Annotated[str, typer.Option(metavar="8GB", help="The most that --kv-spill may take.")] = "8GB",
+    shared_prefixes: Annotated[
+        bool, typer.Option(help="Keep the cache of texts that ended, for sessions that begin alike.")
+    ] = True,
     threads: Annotated[int, typer.Option(help="Compute threads; 0 leaves the choice to OpenVINO.")] = 0,
     identity: IdentityFile = None,
     name: Name = "",
@@ -95,6 +106,10 @@ def join(
         precision=precision,
         max_memory=None if max_memory is None else parse_bytes(max_memory),
         kv_tokens=kv_tokens,
+        kv_spill=kv_spill,
+        kv_spill_size=parse_bytes(kv_spill_size),
+        shared_prefixes=shared_prefixes,
+        kv_memory=None if kv_memory is None else parse_bytes(kv_memory),
         threads=threads,
         identity=identity,
         name=name,

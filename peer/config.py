@@ -31,7 +31,8 @@ def parse_bytes(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionLimits:
-    """What sessions may take. `kv_total` in tokens: the sum of all reservations never exceeds it.
+    """What sessions may take. `kv_total` in tokens: the sum of what they reserve, or (where a session takes cache as
+    it grows, and can be told to begin again) of what they are expected to take, never exceeds it.
 
     `queue_steps` and `queue_bytes` bound the steps of one session that wait here, `all_queue_bytes`
     those of all sessions together; one step always fits.
@@ -41,6 +42,7 @@ class SessionLimits:
     """
 
     kv_total: int
+    reserves: bool = True
     sessions: int = 256
     per_connection: int = 64
     idle_s: float = 300.0
@@ -82,6 +84,10 @@ class JoinConfig:
     precision: str = "accuracy"
     max_memory: int | None = None
     kv_tokens: int | None = None
+    kv_memory: int | None = None
+    kv_spill: Path | None = None
+    kv_spill_size: int = 8_000_000_000
+    shared_prefixes: bool = True
     threads: int = 0
     identity: Path | None = None
     name: str = ""
@@ -96,6 +102,10 @@ class JoinConfig:
         resolve_engine(self.engine, self.device)
         if self.max_memory is not None and self.max_memory <= 0:
             raise ConfigError(f"max_memory is {self.max_memory!r}; it must be over 0 bytes")
+        if self.kv_spill_size <= 0:
+            raise ConfigError(f"kv_spill_size is {self.kv_spill_size!r}; it must be over 0 bytes")
+        if self.kv_memory is not None and self.kv_memory <= 0:
+            raise ConfigError(f"kv_memory is {self.kv_memory!r}; it must be over 0 bytes")
         if self.kv_tokens is not None and self.kv_tokens < 1:
             raise ConfigError(f"kv_tokens is {self.kv_tokens!r}; it must be at least 1 token")
         if self.threads < 0:

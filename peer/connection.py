@@ -9,7 +9,7 @@ from typing import Any
 
 from swarm.errors import PeerBusy, SwarmError
 from swarm.stream import Stream
-from swarm.wire.messages import Message
+from swarm.wire.message import Message
 
 _log = logging.getLogger(__name__)
 _MOST_TASKS = 64

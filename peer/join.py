@@ -193,7 +193,7 @@ class Peer:
                 break
             supply = better
             shelf, tested = await self._try(supply, contact)
-        serving = await asyncio.to_thread(load_span, config, supply)
+        serving = await asyncio.to_thread(load_span, config, supply, tested)
         self._report.phase(
             "loaded",
             f"loaded on {config.device}, room for {serving.limits.kv_total} tokens",
@@ -241,18 +241,22 @@ class Peer:
         tested = await self_test(
             supply.package,
             span,
-            engine=supply.engine,
+            engine=config.engine,
             device=config.device,
             precision=config.precision,
             threads=config.threads,
             cache_dir=config.cache_dir / "graphs",
         )
+        if tested.instead:
+            report.say(f"the {tested.engine} engine serves: {tested.instead}")
         report.phase(
             "tested",
-            f"self-test passed: {tested.layer_time_s * 1e3:.2f} ms a layer, numerics {tested.numerics}",
+            f"self-test passed: {tested.layer_time_s * 1e3:.2f} ms a layer, numerics {tested.numerics}, "
+            f"{tested.engine} engine",
             layer_time_s=tested.layer_time_s,
             prefill_time_s=tested.prefill_time_s,
             numerics=tested.numerics,
+            engine=tested.engine,
         )
         return shelf, tested
 

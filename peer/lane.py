@@ -22,7 +22,8 @@ from swarm.engine.base import Engine, Step
 from swarm.errors import BadStep, ContextExceeded, LocalProtocolError, PeerFailed, PeerLost, PeerStalled, SwarmError
 from swarm.sampling import Choice
 from swarm.wire.failures import error_to_failure
-from swarm.wire.messages import Failure, Forward, HopTrace, Message, Output
+from swarm.wire.message import Message
+from swarm.wire.messages import Failure, Forward, HopTrace, Output
 
 _log = logging.getLogger(__name__)
 _NO_IDS = np.empty(0, np.int32)
@@ -173,12 +174,17 @@ class Lane:
             await self._deliver(arrival, outcome, waited)
 
     async def _compute(self, forward: Forward, step: Step) -> StepOutcome:
-        if not self._is_last:
-            return await self._worker.run(self.engine, step, None, _NO_IDS)
-        history = _NO_IDS
-        if forward.sampling.looks_back:
-            history = np.concatenate([self.session.history[: step.start], step.tokens])
-        return await self._worker.run(self.engine, step, forward.sampling, history)
+        session, history = self.session, _NO_IDS
+        if self._is_last and forward.sampling.looks_back:
+            history = np.concatenate([session.history[: step.start], step.tokens])
+        return await self._worker.run(
+            self.engine,
+            step,
+            forward.sampling if self._is_last else None,
+            history,
+            client=session.opener,
+            opened_at=session.opened_at,
+        )
 
     async def _deliver(self, arrival: Arrival, outcome: StepOutcome, waited: float) -> None:
         """Onward, or to the opener; waits while that side takes no more."""

@@ -70,6 +70,7 @@ class Offer:
             sessions=load.sessions,
             queue=load.queue,
             state=load.state,
+            work=load.work,
             software=SOFTWARE,
             announced_at=0.0,
             expires_at=0.0,

@@ -15,7 +15,8 @@ from swarm.address import Address
 from swarm.channel import Channel
 from swarm.errors import PeerUnreachable, SwarmError, UnknownSession
 from swarm.wire.failures import failure_to_error, fault_of
-from swarm.wire.messages import Attach, Attached, Failure, Hello, Link, Message
+from swarm.wire.message import Message
+from swarm.wire.messages import Attach, Attached, Failure, Hello, Link
 
 _log = logging.getLogger(__name__)
 _ATTACH_TIMEOUT_S = 5.0

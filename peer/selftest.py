@@ -17,20 +17,22 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from swarm.child import module_command, module_environment
 from swarm.engine.base import Engine, Step
-from swarm.engine.choice import EngineKind, most_tokens, open_chosen_engine, resolve_engine
-from swarm.errors import EngineError, PackageError, SwarmError
+from swarm.engine.choice import EngineKind, engines_to_try, most_tokens, open_chosen_engine
+from swarm.errors import EngineError, PackageError, SwarmError, UnsupportedModel
 from swarm.manifest import Manifest, load_manifest
 from swarm.spans import LayerRange
 
 _PREFILL, _DECODES, _AGAIN = 64, 16, 4
+_KV_TOKENS = 256
 # How far the same step may differ after a rewind, as a share of the largest number in it.
 _TOLERANCE = {"f32": 1e-3}
 _LOOSE_TOLERANCE = 0.1  # bf16 and a cache of 8 bits
@@ -39,30 +41,57 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, kw_only=True)
 class SelfTest:
-    """What a span does here. Times are seconds a layer: for one decoded token, for one token of a prompt."""
+    """What a span does here. Times are seconds a layer: for one decoded token, for one token of a prompt.
+
+    `instead` says why `engine` is not the one that was to be tried first; empty where it is.
+    """
 
     numerics: str
     layer_time_s: float
     prefill_time_s: float
+    engine: EngineKind = "stateful"
+    instead: str = ""
 
 
 async def self_test(
     package: Path,
     span: LayerRange,
     *,
-    engine: EngineKind = "stateful",
+    engine: str = "auto",
     device: str = "CPU",
     precision: str = "accuracy",
     threads: int = 0,
     cache_dir: Path | None = None,
     timeout: float = 900.0,
 ) -> SelfTest:
-    """Run the test in a child process. The child never outlives this call, cancelled or not.
+    """Run the test in a child process, another one for another engine where `engine` leaves the choice.
 
-    Raises EngineError that says how the test failed and what to try, PackageError for the files.
+    The child never outlives this call, cancelled or not. Raises EngineError that says how the test failed and what
+    to try, PackageError for the files, ConfigError for a choice that the device cannot have.
     """
+    instead = ""
+    *others, last = engines_to_try(engine, device)
+    for kind in others:
+        try:
+            return await _test(package, span, kind, device, precision, threads, cache_dir, timeout)
+        except EngineError as error:
+            instead = str(error)
+    tested = await _test(package, span, last, device, precision, threads, cache_dir, timeout)
+    return replace(tested, instead=instead)
+
+
+async def _test(
+    package: Path,
+    span: LayerRange,
+    kind: EngineKind,
+    device: str,
+    precision: str,
+    threads: int,
+    cache_dir: Path | None,
+    timeout: float,
+) -> SelfTest:
     command = [*module_command("peer.selftest"), str(package), str(span)]
-    command += ["--parent", str(os.getpid()), "--engine", engine, "--device", device]
+    command += ["--parent", str(os.getpid()), "--engine", kind, "--device", device]
     command += ["--precision", precision, "--threads", str(threads)]
     command += ["--cache-dir", str(cache_dir)] if cache_dir else []
     # A session of its own: Ctrl-C in a terminal is the peer's to handle.
@@ -180,9 +209,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("package", type=Path)
     parser.add_argument("span", type=LayerRange.parse)
     parser.add_argument("--parent", type=int)
-    parser.add_argument("--engine", default="auto")
     parser.add_argument("--device", default="CPU")
     parser.add_argument("--precision", default="accuracy")
+    parser.add_argument("--engine", default="stateful", choices=get_args(EngineKind))
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--cache-dir", type=Path)
     given = parser.parse_args(arguments)
@@ -190,18 +219,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _die_with(given.parent)
     try:
         manifest = load_manifest(given.package)
-        kind = resolve_engine(given.engine, given.device)
+        kind: EngineKind = given.engine
         engine = open_chosen_engine(
             kind,
             given.package,
             manifest,
             given.span,
+            kv_tokens=_KV_TOKENS,
             device=given.device,
             precision=given.precision,
             threads=given.threads,
             cache_dir=given.cache_dir,
         )
-        result = run_here(engine, manifest, room=most_tokens(kind, manifest))
+        result = replace(run_here(engine, manifest, room=most_tokens(kind, manifest)), engine=kind)
+    except UnsupportedModel as error:
+        sys.stderr.write(f"{error}\n")  # the model's files are all right: another engine may run them
+        return EngineError.exit_code
     except SwarmError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

@@ -28,16 +28,8 @@ from swarm.limits import Limits
 from swarm.listener import Listener
 from swarm.stream import Stream, listen
 from swarm.wire.failures import error_to_failure
-from swarm.wire.messages import (
-    Attach,
-    CloseSession,
-    Failure,
-    Forward,
-    Hello,
-    Link,
-    Message,
-    OpenSession,
-)
+from swarm.wire.message import Message
+from swarm.wire.messages import Attach, CloseSession, Failure, Forward, Hello, Link, OpenSession
 from swarm.wire.questions import MAX_PING_PAYLOAD, AskDht, AskFile, AskManifest, AskReach, AskTopic, Ping
 
 M = TypeVar("M", bound=Message)

@@ -22,14 +22,16 @@ from peer.config import SessionLimits
 from peer.connection import Connection
 from peer.lane import Lane
 from peer.onward import Onward
-from peer.pace import Pace
+from peer.pace import Pace, Throughput
+from peer.schedule import InTurn, Schedule, Shared
 from peer.segments import Builder, Segments
 from peer.sessions import Session, SessionTable
 from peer.worker import StepOutcome, Worker
 from swarm.engine.base import Engine, Step
-from swarm.errors import BadStep, EngineError, PeerFailed, PeerLeaving, SwarmError, UnknownSession
+from swarm.engine.tables import Tables
+from swarm.errors import BadStep, EngineError, PeerBusy, PeerFailed, PeerLeaving, SwarmError, UnknownSession
 from swarm.manifest import Manifest
-from swarm.records import LEAVING, SERVING
+from swarm.records import LEAVING, SERVING, Work
 from swarm.spans import LayerRange
 from swarm.wire.failures import error_to_failure
 from swarm.wire.messages import (
@@ -54,12 +56,18 @@ OnStep = Callable[[Step, StepOutcome], None]
 @dataclass(frozen=True, kw_only=True)
 class Serving:
     """What is served. `attends_to` as in `records.PeerRecord`; `entries` and `builder` let routes enter inside the
-    span (see `segments`)."""
+    span (see `segments`).
+
+    `room` is where the engines have their caches, if those are paged; else each session has one of its own.
+    `shares`: sessions may begin with what others have left there. `kind` is the engine's name.
+    """
 
     manifest: Manifest
     engine: Engine
     limits: SessionLimits
-    batch: int = 1
+    kind: str = "stateful"
+    room: Tables | None = None
+    shares: bool = True
     attends_to: int = 0
     entries: tuple[int, ...] = ()
     builder: Builder | None = None
@@ -76,6 +84,7 @@ class Load:
     state: str
     layer_time_s: float | None
     prefill_time_s: float | None
+    work: Work | None = None
 
 
 class SpanService:
@@ -100,10 +109,15 @@ class SpanService:
         # the largest step: an id of 4 bytes and a hidden state in f32 for each token
         self._step_bytes = MAX_STEP_TOKENS * 4 * (1 + manifest.hidden_size)
         self._table = SessionTable(serving.limits, context_length=manifest.context_length, clock=clock)
-        self._worker = Worker(batch=serving.batch, on_failed=self._suspect, clock=clock)
+        self._schedule: Schedule[Any] = InTurn() if serving.room is None else Shared(serving.room)
+        self._worker = Worker(self._schedule, on_failed=self._suspect, clock=clock)
         self._segments = Segments(serving.engine, entries=serving.entries, builder=serving.builder, clock=clock)
         self._onward = Onward(hello, clock=clock)
         self._pace = Pace()
+        self._throughput = Throughput()
+        self._kind = serving.kind
+        self._room = serving.room
+        self._shares = serving.shares
         self._lanes: dict[str, Lane] = {}
         self._keys = itertools.count()
         self._leaving = False
@@ -119,6 +133,11 @@ class SpanService:
     def entries(self) -> tuple[int, ...]:
         return self._segments.entries
 
+    @property
+    def preempted(self) -> int:
+        """How often a session lost its blocks to others."""
+        return self._schedule.preempted if isinstance(self._schedule, Shared) else 0
+
     def load(self) -> Load:
         return Load(
             kv_free=self._table.kv_free,
@@ -128,6 +147,13 @@ class SpanService:
             state=LEAVING if self._leaving else SERVING,
             layer_time_s=self._pace.layer_time_s,
             prefill_time_s=self._pace.prefill_time_s,
+            work=Work(
+                engine=self._kind,
+                batch=self._throughput.batch,
+                tokens_per_s=self._throughput.tokens_per_s,
+                blocks=self._room.pool.count if self._room is not None else 0,
+                blocks_used=self._room.pool.used if self._room is not None else 0,
+            ),
         )
 
     def watched_by(self, *, on_step: OnStep, on_error: Callable[[SwarmError], None]) -> None:
@@ -160,7 +186,7 @@ class SpanService:
         try:
             engine = await self._segments.lease(session.span)
             self._check_open(session)
-            await self._worker.call(functools.partial(engine.open, key, session.max_tokens))
+            held = await self._worker.call(functools.partial(self._begin, engine, key, session, ask.prefix))
             self._check_open(session)
         except BaseException as error:
             self._drop(session)
@@ -189,7 +215,17 @@ class SpanService:
             "session %s opened by %s: layers %s, %d tokens, epoch %d",
             *(session.name, connection.remote, session.span, session.max_tokens, session.epoch),
         )
-        return SessionOpened(request=ask.request, kv_free=self._table.kv_free)
+        return SessionOpened(request=ask.request, kv_free=self._table.kv_free, held=held)
+
+    def _begin(self, engine: Engine, key: str, session: Session, prefix: bytes) -> int:
+        """In the worker's thread: a session in the engine; how many tokens of its prefix are there already."""
+        engine.open(key, session.max_tokens)
+        if self._room is None or not self._shares:
+            return 0
+        ids = self._room.adopt(key, prefix, tag=f"{session.span} {engine.numerics}".encode())
+        session.history[: len(ids)] = ids
+        session.length = len(ids)
+        return len(ids)
 
     async def link(self, connection: Connection, ask: Link) -> Linked:
         """Raises UnknownSession, BadStep, PeerUnreachable, and what the next hop says to `Attach`."""
@@ -248,6 +284,7 @@ class SpanService:
 
     async def sweep(self) -> None:
         """Give up what nobody used for a while. To be called every now and then."""
+        self._throughput.sample(self._worker.done, self._clock())
         for session in self._table.expire():
             self._ended(session, "expired")
         await self._onward.sweep()
@@ -295,7 +332,7 @@ class SpanService:
 
     def _free(self, engine: Engine, key: str) -> None:
         """In the worker's turn: what runs for the session ends first, what opens later finds the room."""
-        self._worker.post(functools.partial(engine.close, key))
+        self._worker.end(engine, key)
         self._segments.release(engine)
 
     def _check_open(self, session: Session) -> None:
@@ -339,5 +376,5 @@ def _try_engine(engine: Engine, manifest: Manifest) -> None:
         (result,) = engine.forward([Step(session=key, start=0, tokens=np.zeros(1, np.int32), hidden=hidden, rows=rows)])
     finally:
         engine.close(key)
-    if isinstance(result, SwarmError):
+    if isinstance(result, SwarmError) and not isinstance(result, PeerBusy):  # no block is free: the device is not asked
         raise EngineError(f"{result}") from result

@@ -19,6 +19,11 @@ A step is *void* once a later one of its session starts where it starts, or befo
 forgotten by that one, and by sending it the client has said that it wants the answer no more. Chunks of a prompt and
 windows of drafts follow each other, so none of them is void until a draft was wrong.
 
+What a session *reserves* is its `max_tokens` where its cache cannot be taken from it. Where it can (`limits.reserves`
+is False), that would leave most of the memory unused, for few texts end where they might: it is the share of that which
+sessions took lately, with a quarter added, and at least what it has and a block more. Should they all need more than
+that after all, the youngest are told to begin again (`schedule`); nobody is turned out.
+
 No I/O and no clock of its own. A *connection* is any hashable that stands for one.
 """
 
@@ -40,6 +45,9 @@ from swarm.wire.messages import Attach, Forward, OpenSession
 _SOONEST_RETRY_S = 1.0
 _TYPICAL_S = 30.0
 _LIFETIME_WEIGHT = 0.1
+_TYPICAL_SHARE = 0.4
+_MARGIN = 1.25
+_NEXT_BLOCK = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +106,7 @@ class SessionTable:
         self._clock = clock
         self._sessions: dict[str, Session] = {}
         self._per_connection: Counter[Hashable] = Counter()
-        self._reserved = 0
+        self._share_taken = _TYPICAL_SHARE
         self._queued_bytes = 0
         self._lifetime_s = _TYPICAL_S
 
@@ -115,7 +123,7 @@ class SessionTable:
     @property
     def kv_free(self) -> int:
         """Tokens that no session has reserved."""
-        return self._limits.kv_total - self._reserved
+        return max(0, self._limits.kv_total - sum(map(self._reserved, self._sessions.values())))
 
     @property
     def waiting(self) -> int:
@@ -156,7 +164,7 @@ class SessionTable:
         elif ask.epoch <= known.epoch:
             raise BadStep(f"session {ask.session} is in epoch {known.epoch}; epoch {ask.epoch} does not follow it")
         else:
-            self._check_budget(ask.max_tokens, known.max_tokens)
+            self._check_budget(ask.max_tokens, self._reserved(known))
             self._remove(known)
         return self._add(connection, ask, opened_at=self._clock() if known is None else known.opened_at)
 
@@ -175,6 +183,7 @@ class SessionTable:
         self._remove(session)
         lived = max(0.0, self._clock() - session.opened_at)
         self._lifetime_s += _LIFETIME_WEIGHT * (lived - self._lifetime_s)
+        self._share_taken += _LIFETIME_WEIGHT * (session.length / session.max_tokens - self._share_taken)
         return True
 
     def lose(self, connection: Hashable) -> list[Session]:
@@ -276,7 +285,7 @@ class SessionTable:
     def retry_after(self, tokens: int) -> float:
         """Seconds until room for `tokens` is expected, from how long sessions lived and when idle ones expire."""
         now, room = self._clock(), self.kv_free
-        ends = sorted((self._expected_end(session), session.max_tokens) for session in self._sessions.values())
+        ends = sorted((self._expected_end(session), self._reserved(session)) for session in self._sessions.values())
         for end, freed in ends:
             room += freed
             if room >= tokens:
@@ -297,7 +306,17 @@ class SessionTable:
             )
         self._check_budget(tokens, 0)
 
-    def _check_budget(self, tokens: int, held: int) -> None:
+    def _reserved(self, session: Session) -> int:
+        return self._expected(session.max_tokens, session.length)
+
+    def _expected(self, max_tokens: int, length: int = 0) -> int:
+        """Tokens of cache that a session of `max_tokens`, now at `length`, is counted for."""
+        if self._limits.reserves:
+            return max_tokens
+        return min(max_tokens, max(length + _NEXT_BLOCK, int(max_tokens * self._share_taken * _MARGIN)))
+
+    def _check_budget(self, max_tokens: int, held: int) -> None:
+        tokens = self._expected(max_tokens)
         if tokens > self.kv_free + held:
             wait = self.retry_after(tokens)
             raise PeerBusy(
@@ -330,7 +349,6 @@ class SessionTable:
         )
         self._sessions[session.name] = session
         self._per_connection[connection] += 1
-        self._reserved += session.max_tokens
         return session
 
     def _unqueue(self, session: Session, arrival: Arrival) -> None:
@@ -339,7 +357,6 @@ class SessionTable:
 
     def _remove(self, session: Session) -> None:
         del self._sessions[session.name]
-        self._reserved -= session.max_tokens
         self._per_connection[session.opener] -= 1
         if not self._per_connection[session.opener]:
             del self._per_connection[session.opener]

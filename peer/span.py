@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import psutil
 
 from peer.config import JoinConfig, SessionLimits
 from peer.segments import Builder
+from peer.selftest import SelfTest
 from peer.service import Serving
 from peer.supply import Supply, divide_memory
-from swarm.engine.base import Engine
+from swarm.engine.base import Engine, Numerics
 from swarm.engine.choice import open_chosen_engine
+from swarm.engine.paged import PagedEngine
+from swarm.engine.spill import Spill
+from swarm.engine.store import KvStore
 from swarm.errors import ConfigError
 from swarm.footprint import in_words, step_bytes, weight_bytes
 from swarm.spans import LayerRange
@@ -18,8 +24,17 @@ _PARTS = 2
 _SPARE_SHARE = 0.2
 
 
-def load_span(config: JoinConfig, supply: Supply) -> Serving:
-    """Compile the span. Blocks for seconds. Raises PackageError, EngineError, ConfigError."""
+def load_span(config: JoinConfig, supply: Supply, tested: SelfTest) -> Serving:
+    """Compile the span as it was tested. Blocks for seconds. Raises PackageError, EngineError, ConfigError.
+
+    Paged engines of parts have their caches in the whole span's: all sessions together take no more than it has.
+    """
+    supply = replace(supply, engine=tested.engine)
+    kv = Numerics.parse(tested.numerics).kv
+    kv_tokens, left = divide_memory(
+        supply, kv, config.kv_tokens, kv_memory=config.kv_memory, paged=supply.engine == "paged"
+    )
+    store: KvStore | None = None
 
     def build(layers: LayerRange) -> Engine:
         return open_chosen_engine(
@@ -27,6 +42,8 @@ def load_span(config: JoinConfig, supply: Supply) -> Serving:
             supply.package,
             supply.manifest,
             layers,
+            kv_tokens=kv_tokens,
+            store=store,
             device=config.device,
             precision=config.precision,
             threads=config.threads,
@@ -34,8 +51,10 @@ def load_span(config: JoinConfig, supply: Supply) -> Serving:
         )
 
     engine = build(supply.span)
-    kv = engine.numerics.kv
-    kv_tokens, left = divide_memory(supply, kv, config.kv_tokens)
+    if isinstance(engine, PagedEngine):
+        store = engine.store
+        if config.kv_spill is not None:
+            store.spill_to(Spill(config.kv_spill, most_bytes=config.kv_spill_size))
 
     def part_bytes(layers: LayerRange) -> int:
         """What a graph of these layers adds to this process."""
@@ -58,7 +77,10 @@ def load_span(config: JoinConfig, supply: Supply) -> Serving:
     return Serving(
         manifest=supply.manifest,
         engine=engine,
+        kind=supply.engine,
         limits=_limits(supply, kv_tokens),
+        shares=config.shared_prefixes,
+        room=store.tables if store is not None else None,
         attends_to=supply.manifest.static.context if supply.engine == "static" and supply.manifest.static else 0,
         entries=entries,
         builder=Builder(build=build, refuse=refuse, most=_PARTS),
@@ -69,7 +91,7 @@ def _limits(supply: Supply, kv_tokens: int) -> SessionLimits:
     """For sessions that share `kv_tokens` of cache. On static graphs each takes its slots, however long its text."""
     static = supply.manifest.static
     if supply.engine != "static" or static is None:
-        return SessionLimits(kv_total=kv_tokens)
+        return SessionLimits(kv_total=kv_tokens, reserves=supply.engine != "paged")
     sessions = min(kv_tokens // static.slots, SessionLimits.sessions)
     if sessions < 1:
         raise ConfigError(

@@ -20,7 +20,7 @@ import psutil
 
 from peer.capacity import (
     choose_span,
-    kv_tokens_beside,
+    kv_token_bytes,
     layers_filled,
     needed_bytes,
     service_rates,
@@ -31,10 +31,11 @@ from peer.desk import Shelf
 from peer.report import Report
 from swarm.channel import Channel
 from swarm.directory import Directory
+from swarm.engine.blocks import BLOCK_TOKENS
 from swarm.engine.choice import EngineKind, graphs_of
 from swarm.errors import ConfigError, DamagedFile, DirectoryError, PeerError, RemoteProtocolError, UnknownModel
 from swarm.fetch import fetch_manifest, fetch_parts
-from swarm.footprint import in_words, share_of
+from swarm.footprint import KV_GROWTH, attention_bytes, in_words, kv_bytes, share_of
 from swarm.manifest import (
     EMBED,
     HEAD,
@@ -166,21 +167,33 @@ async def check_supply(supply: Supply, report: Report) -> Shelf:
     return Shelf(package=supply.package, manifest=supply.manifest, entries=(*needed, *whole))
 
 
-def divide_memory(supply: Supply, kv: str, kv_tokens: int | None) -> tuple[int, int]:
+def divide_memory(
+    supply: Supply, kv: str, kv_tokens: int | None, *, kv_memory: int | None = None, paged: bool = False
+) -> tuple[int, int]:
     """Tokens of KV cache beside the span, and the bytes left for graphs of parts of it.
 
     `kv` is the precision that the device chose, `kv_tokens` the most that is wanted. Where the span has
-    boundaries inside, KV gets half of what is there. Raises ConfigError where there is no room at all.
+    boundaries inside, KV gets half of what is there, and never more than `kv_memory`. A paged cache does not
+    grow by doubling: it has all its room from the start. Raises ConfigError where there is no room at all.
     """
     manifest, span = supply.manifest, supply.span
     alone = needed_bytes(manifest, span, kv=kv, kv_tokens=0, graphs=supply.graphs)
     inside = any(span.first < edge < span.last for edge in manifest.grid)
-    share = supply.memory - inside * (supply.memory - alone) // 2
-    room = kv_tokens_beside(manifest, span, share, kv=kv, graphs=supply.graphs)
-    if room < 1:
+    room = (supply.memory - alone) // (2 if inside else 1)
+    each: float = kv_token_bytes(manifest, span, kv)
+    if paged:
+        each = kv_bytes(manifest.kv_elements(span), kv) / KV_GROWTH
+        # one step attends to one session at a time, however many there are
+        room -= attention_bytes(manifest.hidden_size) * manifest.context_length
+    tokens = int((room if kv_memory is None else min(room, kv_memory)) / each)
+    if tokens < (BLOCK_TOKENS if paged else 1):
+        if kv_memory is not None and kv_memory < room:
+            raise ConfigError(f"--kv-memory {in_words(kv_memory)} holds {tokens} tokens of layers {span}: allow more")
         raise ConfigError(_too_big(manifest, span, supply.memory, kv=kv, kv_tokens=1, graphs=supply.graphs))
-    tokens = min(room, kv_tokens) if kv_tokens is not None else room
-    return tokens, supply.memory - needed_bytes(manifest, span, kv=kv, kv_tokens=tokens, graphs=supply.graphs)
+    if paged:
+        tokens = tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    tokens = min(tokens, kv_tokens) if kv_tokens is not None else tokens
+    return tokens, supply.memory - alone - int(tokens * each)
 
 
 def held_layers(shelf: Shelf) -> tuple[LayerRange, ...]:

@@ -4,12 +4,13 @@
 
     event loop                                   worker thread
     ──────────                                   ─────────────
-    run(step) ── queue, first come first ──────► take as many steps of one engine as it wants
-                                                 engine.forward(steps)
+    run(step) ── queue ────────────────────────► schedule.add, all that have come
+                                                 schedule.round: which steps, and how much of each
+                                                 engine.forward
                                                  sampling.choose for each row of the last span
-    future ◄──── one call_soon_threadsafe ────── outcomes of the whole call
+    future ◄──── one call_soon_threadsafe ────── outcomes of the steps that are whole now
 
-Opening and closing an engine's sessions happens in the same thread, between two calls and before the steps
+Opening and closing an engine's sessions happens in the same thread, between two rounds and before the steps
 that wait: nobody waits for a place behind the prompts of others.
 """
 
@@ -21,13 +22,14 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from peer.schedule import Due, InTurn, Portion, Schedule
 from swarm.engine.base import Engine, Step, StepResult
 from swarm.errors import BadStep, EngineError, LocalProtocolError, PeerBusy, PeerFailed, SwarmError
 from swarm.sampling import Choice, Sampling, choose
@@ -36,6 +38,8 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _SUSPICIOUS_AFTER = 3
 _CALL, _END = object(), object()  # in the queue of steps: look at the calls; the last of all
+_LOOK_AGAIN_S = 0.1
+_RETRY_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,65 +54,89 @@ class StepOutcome:
     batch: int = 1
 
 
-class _Job:
-    """A step or a call on its way; `future` belongs to the event loop, `dropped` is set from there."""
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """What has been computed since the start: `steps` counts a step once for each round that it was part of."""
 
-    __slots__ = ("dropped", "future", "put_at")
+    rounds: int = 0
+    steps: int = 0
+    tokens: int = 0
 
-    def __init__(self, future: asyncio.Future[Any], put_at: float) -> None:
+
+class _CallJob:
+    """A call on its way; `future` belongs to the event loop."""
+
+    __slots__ = ("function", "future")
+
+    def __init__(self, future: asyncio.Future[Any], function: Callable[[], Any]) -> None:
         self.future = future
-        self.put_at = put_at
-        self.dropped = False
-
-
-class _StepJob(_Job):
-    __slots__ = ("engine", "history", "sampling", "step")
-
-    def __init__(
-        self,
-        future: asyncio.Future[Any],
-        put_at: float,
-        engine: Engine,
-        step: Step,
-        sampling: Sampling | None,
-        history: NDArray[np.int32],
-    ) -> None:
-        super().__init__(future, put_at)
-        self.engine = engine
-        self.step = step
-        self.sampling = sampling
-        self.history = history
-
-
-class _CallJob(_Job):
-    __slots__ = ("function",)
-
-    def __init__(self, future: asyncio.Future[Any], put_at: float, function: Callable[[], Any]) -> None:
-        super().__init__(future, put_at)
         self.function = function
 
 
+@dataclass(eq=False, kw_only=True)
+class _StepJob(Due):
+    """A step on its way; `future` belongs to the event loop, `dropped` is set from there."""
+
+    future: asyncio.Future[Any]
+    step: Step
+    sampling: Sampling | None
+    history: NDArray[np.int32]
+    dropped: bool = False
+    started_at: float = 0.0
+    compute_s: float = 0.0
+    batch: int = 1  # steps in the last round
+
+    def __post_init__(self) -> None:
+        self.hidden: list[NDArray[np.float32]] = []
+        self.choices: list[Choice] = []
+
+    def portion(self, count: int) -> Step:
+        """The next `count` tokens as a step of their own; of the rows that are wanted, those among them."""
+        step, first, last = self.step, self.done, self.done + count
+        if count == self.tokens:
+            return step
+        return Step(
+            session=step.session,
+            start=step.start + first,
+            tokens=step.tokens[first:last],
+            hidden=None if step.hidden is None else step.hidden[first:last],
+            rows=max(0, last - max(first, self.tokens - step.rows)),
+        )
+
+    def outcome(self) -> StepOutcome:
+        hidden = None
+        if self.sampling is None:
+            hidden = self.hidden[0] if len(self.hidden) == 1 else np.concatenate(self.hidden)
+        queue_s = self.started_at - self.put_at
+        return StepOutcome(
+            hidden=hidden,
+            choices=tuple(self.choices),
+            queue_s=queue_s,
+            compute_s=self.compute_s,
+            batch=self.batch,
+        )
+
+
+_Job = _CallJob | _StepJob
 _Result = tuple[_Job, Any]
-_Output = NDArray[np.float32] | tuple[Choice, ...]
 
 
 class Worker:
     """Owns one thread from `start` to `close`. All methods belong to the event loop that started it.
 
-    `batch` is the most steps of different sessions that an engine gets in one call (1 for an engine that
-    runs them one after another: a larger call would only delay the first). `on_failed` hears, in the event
-    loop, of every few failures of the device without a success between them.
+    `schedule` decides what runs when, in the thread. `on_failed` hears, in the event loop, of every few failures of
+    the device without a success between them.
     """
 
     def __init__(
         self,
+        schedule: Schedule[Any] | None = None,
         *,
-        batch: int = 1,
         most_waiting: int = 4096,
         on_failed: Callable[[SwarmError], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._batch = batch
+        self._schedule: Schedule[_StepJob] = schedule if schedule is not None else InTurn()
         self._most_waiting = most_waiting
         self._on_failed = on_failed
         self._clock = clock
@@ -119,6 +147,8 @@ class Worker:
         self._waiting = 0
         self._failures = 0
         self._closed = False
+        self._ended = False  # seen by the thread
+        self.done = Done()
 
     @property
     def waiting(self) -> int:
@@ -138,33 +168,71 @@ class Worker:
         await self._loop.run_in_executor(None, self._thread.join)
 
     async def run(
-        self, engine: Engine, step: Step, sampling: Sampling | None, history: NDArray[np.int32]
+        self,
+        engine: Engine,
+        step: Step,
+        sampling: Sampling | None,
+        history: NDArray[np.int32],
+        *,
+        client: Hashable = None,
+        opened_at: float = 0.0,
     ) -> StepOutcome:
         """One step, off the loop. `sampling` None: the engine has no head, and hidden states come out.
 
-        `history` [step.end] int32 holds all ids of the session up to the step's end.
+        `history` [step.end] int32 holds all ids of the session up to the step's end. `client` is whom fairness is
+        about, `opened_at` the session's age.
 
         Raises the step's own StepError; PeerFailed where the device failed; PeerBusy where too much waits.
         Cancelled while it waits, the step never runs; while it runs, its result is dropped.
         """
-        job = _StepJob(self._future(), self._clock(), engine, step, sampling, history)
-        outcome: StepOutcome = await self._submit(job)
-        return outcome
+        job = _StepJob(
+            session=step.session,
+            client=client,
+            opened_at=opened_at,
+            engine=engine,
+            start=step.start,
+            tokens=len(step.tokens),
+            put_at=self._clock(),
+            future=self._future(),
+            step=step,
+            sampling=sampling,
+            history=history,
+        )
+        if self._waiting >= self._most_waiting:
+            raise PeerBusy(f"{self._waiting} steps wait for this peer's device; send again later", retry_after=1.0)
+        self._waiting += 1
+        self._due.put(job)
+        try:
+            outcome: StepOutcome = await job.future
+            return outcome
+        except asyncio.CancelledError:
+            job.dropped = True
+            raise
 
     async def call(self, function: Callable[[], T]) -> T:
         """`function()` in the worker's thread, before the steps that wait. Raises what it raises.
 
         Once asked for it runs, whether or not the caller is cancelled meanwhile: it frees things.
         """
-        job = _CallJob(self._future(), self._clock(), function)
-        result: T = await self._submit(job)
+        job = _CallJob(self._future(), function)
+        self._enqueue(job)
+        result: T = await job.future
         return result
 
     def post(self, function: Callable[[], object]) -> None:
         """As `call`, without waiting; an error is logged."""
-        job = _CallJob(self._future(), self._clock(), function)
+        job = _CallJob(self._future(), function)
         job.future.add_done_callback(_log_failure)
         self._enqueue(job)
+
+    def end(self, engine: Engine, session: str) -> None:
+        """Close a session of `engine`, without waiting."""
+
+        def close() -> None:
+            self._schedule.forget(session)
+            engine.close(session)
+
+        self.post(close)
 
     # -- in the event loop
 
@@ -173,23 +241,10 @@ class Worker:
             raise LocalProtocolError("the worker takes no steps: it is not running")
         return self._loop.create_future()
 
-    async def _submit(self, job: _Job) -> Any:
-        if self._waiting >= self._most_waiting:
-            raise PeerBusy(f"{self._waiting} steps wait for this peer's device; send again later", retry_after=1.0)
-        self._enqueue(job)
-        try:
-            return await job.future
-        except asyncio.CancelledError:
-            job.dropped = True
-            raise
-
-    def _enqueue(self, job: _Job) -> None:
+    def _enqueue(self, job: _CallJob) -> None:
         self._waiting += 1
-        if isinstance(job, _CallJob):
-            self._calls.append(job)
-            self._due.put(_CALL)
-        else:
-            self._due.put(job)
+        self._calls.append(job)
+        self._due.put(_CALL)
 
     def _deliver(self, results: Sequence[_Result], failure: SwarmError | None, healthy: bool) -> None:
         self._waiting -= len(results)
@@ -210,65 +265,83 @@ class Worker:
     # -- in the worker's thread
 
     def _serve(self) -> None:
-        held: _StepJob | None = None
+        stuck = False
         while True:
-            job = held or self._due.get()
-            held = None
+            self._take(wait=stuck or not len(self._schedule))
             while self._calls:
                 call = self._calls.popleft()
                 self._finish([(call, _outcome_of(call.function))])
-            if isinstance(job, _StepJob):
-                batch, held = self._gather(job)
-                self._compute(batch)
-            elif job is _END:
+            self._refuse(self._schedule.hopeless(self._clock()))
+            portions = self._schedule.round(self._clock())
+            stuck = not portions
+            if portions:
+                self._compute(portions)
+            elif self._ended:
                 return
 
-    def _gather(self, first: _StepJob) -> tuple[list[_StepJob], _StepJob | None]:
-        """`first` and what may share its call: steps of the same engine that already wait, in order.
-
-        The first that may not share ends it, so that nothing overtakes, and comes back beside the batch.
-        """
-        batch = [first]
-        while len(batch) < self._batch:
-            try:
+    def _take(self, *, wait: bool) -> None:
+        """What has come into the schedule. Waits for something, where that is wanted: not long if there is work."""
+        try:
+            job = self._due.get(wait, _LOOK_AGAIN_S if len(self._schedule) else None)
+            while True:
+                if isinstance(job, _StepJob):
+                    self._schedule.add(job)
+                elif job is _END:
+                    self._ended = True
                 job = self._due.get_nowait()
-            except queue.Empty:
-                break
-            if isinstance(job, _StepJob):
-                if job.engine is not first.engine:
-                    return batch, job
-                batch.append(job)
-            elif job is _END:
-                self._due.put(_END)
-                break
-        return batch, None
+        except queue.Empty:
+            pass
 
-    def _compute(self, batch: list[_StepJob]) -> None:
-        dropped: list[_Result] = [(job, None) for job in batch if job.dropped]
-        live = [job for job in batch if not job.dropped]
+    def _refuse(self, jobs: Sequence[_StepJob]) -> None:
+        if jobs:
+            text = "all KV cache of this peer is in use by older sessions; go on elsewhere, or here later"
+            self._finish([(job, PeerBusy(text, retry_after=_RETRY_S)) for job in jobs])
+
+    def _compute(self, portions: list[Portion[_StepJob]]) -> None:
+        dropped = [portion.due for portion in portions if portion.due.dropped]
+        for job in dropped:
+            self._schedule.remove(job)
+        live = [portion for portion in portions if not portion.due.dropped]
+        results: list[_Result] = [(job, None) for job in dropped]
         if not live:
-            self._finish(dropped)
+            self._finish(results)
             return
         started = self._clock()
+        outputs, failure = self._forward(live)
+        now = self._clock()
+        for portion, output in zip(live, outputs, strict=True):
+            job = portion.due
+            if not job.done:
+                job.started_at = started
+            job.compute_s += now - started
+            job.batch = len(live)
+            if isinstance(output, SwarmError):
+                self._schedule.remove(job)
+                results.append((job, output))
+        good = [portion for portion, output in zip(live, outputs, strict=True) if not isinstance(output, SwarmError)]
+        self._schedule.ran(good, now - started, now)
+        results += [(portion.due, portion.due.outcome()) for portion in good if not portion.due.left]
+        tokens = sum(portion.count for portion in good)
+        done = self.done
+        self.done = Done(rounds=done.rounds + 1, steps=done.steps + len(live), tokens=done.tokens + tokens)
+        self._finish(results, failure=failure, healthy=bool(good) and failure is None)
+
+    def _forward(self, live: list[Portion[_StepJob]]) -> tuple[list[SwarmError | None], SwarmError | None]:
+        """Run a round; what went wrong with each step, and with the device."""
         try:
-            answers = live[0].engine.forward([job.step for job in live])
-            results = [_chosen(job, answer) for job, answer in zip(live, answers, strict=True)]
+            steps = [portion.due.portion(portion.count) for portion in live]
+            engine: Engine = live[0].due.engine  # type: ignore[assignment]  # `run` put it there
+            answers = engine.forward(steps)
+            wrong = [
+                _keep(portion.due, step, answer) for portion, step, answer in zip(live, steps, answers, strict=True)
+            ]
         except EngineError as error:
-            self._finish([*dropped, *((job, _device_failed(error)) for job in live)], failure=error)
-            return
+            return [_device_failed(error) for _ in live], error
         except Exception as error:
             _log.exception("a step failed in a way that nobody foresaw")
             cause = EngineError(f"{type(error).__name__}: {error}")
-            self._finish([*dropped, *((job, _device_failed(cause)) for job in live)], failure=cause)
-            return
-        took = self._clock() - started
-        finished: list[_Result] = [
-            (job, result if isinstance(result, SwarmError) else _outcome(result, started - job.put_at, took, len(live)))
-            for job, result in zip(live, results, strict=True)
-        ]
-        broken = next((result for result in results if isinstance(result, PeerFailed)), None)
-        works = any(not isinstance(result, SwarmError) for result in results)  # a step that is wrong tells nothing
-        self._finish([*dropped, *finished], failure=broken, healthy=works and broken is None)
+            return [_device_failed(cause) for _ in live], cause
+        return wrong, next((error for error in wrong if isinstance(error, PeerFailed)), None)
 
     def _finish(self, results: list[_Result], *, failure: SwarmError | None = None, healthy: bool = False) -> None:
         assert self._loop is not None
@@ -278,28 +351,22 @@ class Worker:
             _log.debug("the event loop ended before its device's last answer")
 
 
-def _chosen(job: _StepJob, answer: StepResult) -> _Output | SwarmError:
-    """The engine's answer, with a token chosen for each row of logits."""
+def _keep(job: _StepJob, step: Step, answer: StepResult) -> SwarmError | None:
+    """Put the engine's answer to a portion of the job with the others: as it is, or a token for each row of logits."""
     if isinstance(answer, EngineError):
         return _device_failed(answer)
     if isinstance(answer, SwarmError):
         return answer
     if job.sampling is None:
-        return answer
-    first = job.step.end - job.step.rows + 1  # the position that the first of the rows is the choice for
+        job.hidden.append(answer)
+        return None
+    first = step.end - step.rows + 1  # the position that the first of the rows is the choice for
     try:
-        return tuple(
-            choose(row, job.sampling, position=first + i, history=job.history[: first + i])
-            for i, row in enumerate(answer)
-        )
+        for position, row in enumerate(answer, first):
+            job.choices.append(choose(row, job.sampling, position=position, history=job.history[:position]))
     except BadStep as error:  # a token id that the model does not have
         return error
-
-
-def _outcome(output: _Output, queue_s: float, compute_s: float, batch: int) -> StepOutcome:
-    if isinstance(output, tuple):
-        return StepOutcome(hidden=None, choices=output, queue_s=queue_s, compute_s=compute_s, batch=batch)
-    return StepOutcome(hidden=output, choices=(), queue_s=queue_s, compute_s=compute_s, batch=batch)
+    return None
 
 
 def _outcome_of(function: Callable[[], object]) -> object:

@@ -32,6 +32,14 @@ EXPERIMENTS = {
     "k_sweep": "guesses a trip, fixed and adaptive, over three peers at 0, 50 and 100 ms a way",
     "wan": "one token a trip against drafts and windows under way, two far peers, two users",
     "precision": "accuracy against performance mode: speed, and how often greedy text differs",
+    "micro_batching": "1, 2 and 3 streams that interleave over two peers, one step at a time",
+    "progression": "two peers with one stream and with two against one unsplit user on one core",
+    "three_stages": "three peers and three users, stateful and paged",
+    "prefill": "a prompt of 2,000 tokens over two peers against the unsplit model on one core",
+    "interference": "the gaps of a running text while prompts of 2,000 tokens arrive",
+    "prefix": "time to first token with a prefix of 1,000 tokens kept and not kept",
+    "soak": "ten minutes of 32 users who come and go while peers are killed: no wrong token, no leak",
+    "batching": "1 to 32 users on two peers against the unsplit model on one core, for one user and for as many",
 }
 
 

@@ -16,7 +16,8 @@ from swarm.limits import DEFAULT_LIMITS, Limits
 from swarm.records import Link
 from swarm.stream import Stream, connect_any
 from swarm.wire.failures import failure_to_error
-from swarm.wire.messages import Failure, Hello, Message
+from swarm.wire.message import Message
+from swarm.wire.messages import Failure, Hello
 from swarm.wire.questions import Ping, Pong
 
 logger = logging.getLogger(__name__)

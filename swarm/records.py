@@ -45,6 +45,41 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a peer has been doing these seconds: `batch` steps in an inference, on average, and `tokens_per_s`.
+
+    `blocks_used` of its `blocks` of KV cache are held by sessions; both 0 where `engine` has no blocks.
+    """
+
+    engine: str
+    batch: float = 0.0
+    tokens_per_s: float = 0.0
+    blocks: int = 0
+    blocks_used: int = 0
+
+    def to_plain(self) -> dict[str, Any]:
+        return {
+            "engine": self.engine,
+            "batch": self.batch,
+            "tokens_per_s": self.tokens_per_s,
+            "blocks": self.blocks,
+            "blocks_used": self.blocks_used,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Work:
+        """Raises DirectoryError that names the field which is wrong."""
+        read = _Reader(plain)
+        return cls(
+            engine=read.text("engine"),
+            batch=read.number("batch"),
+            tokens_per_s=read.number("tokens_per_s"),
+            blocks=read.integer("blocks"),
+            blocks_used=read.integer("blocks_used"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class PeerRecord:
     """One peer's offer.
 
@@ -53,7 +88,8 @@ class PeerRecord:
     every start of the process. `layer_time_s` is seconds a layer for one decoded token,
     `prefill_time_s` seconds a layer for one token of a prompt (both measured by its self-test and
     refreshed), `kv_free` the tokens of KV cache that are not reserved, `queue` the steps that wait. `attends_to` is how
-    many tokens it attends to, and so the longest prompt that it takes; a longer text slides. 0 stands for all.
+    many tokens it attends to, and so the longest prompt that it takes; a longer text slides. 0 stands for all. `work`
+    is None from peers of an earlier version.
     """
 
     model: str
@@ -78,6 +114,7 @@ class PeerRecord:
     entries: tuple[int, ...] = ()
     attends_to: int = 0
     links: Mapping[str, Link] = field(default_factory=dict)
+    work: Work | None = None
 
     @property
     def places(self) -> tuple[Address, ...]:
@@ -118,6 +155,7 @@ class PeerRecord:
             "links": {
                 peer: [link.rtt_s if link.reachable else -1.0, link.bytes_per_s] for peer, link in self.links.items()
             },
+            "work": self.work.to_plain() if self.work is not None else None,
         }
 
     @classmethod
@@ -157,6 +195,7 @@ class PeerRecord:
             entries=entries,
             attends_to=read.integer("attends_to"),
             links=read.links("links"),
+            work=Work.from_plain(read.map("work")) if plain.get("work") is not None else None,
         )
 
 
@@ -291,6 +330,10 @@ class _Reader:
         if len(values) > most or not all(isinstance(v, int) and 0 <= v < 1 << 31 for v in values):
             raise _wrong(name, values)
         return list(values)
+
+    def map(self, name: str) -> Mapping[str, Any]:
+        value: Mapping[str, Any] = self._get(name, dict)
+        return value
 
     def links(self, name: str) -> dict[str, Link]:
         links = {}

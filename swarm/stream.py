@@ -31,13 +31,15 @@ from swarm.limits import DEFAULT_LIMITS, Limits
 from swarm.listener import Listener, bind
 from swarm.tls import dial, peer_context, take
 from swarm.wire.failures import error_to_failure, failure_to_error, fault_of
-from swarm.wire.messages import Failure, Hello, Message
+from swarm.wire.message import Message
+from swarm.wire.messages import Failure, Hello
 from swarm.wire.protocol import Connection, Role, ends_connection
 
 logger = logging.getLogger(__name__)
 
 # up to here one copy and one TLS record cost less than two records
 _ONE_WRITE = 16 << 10
+_MOST_TOGETHER = 64 << 10
 # what a small message costs in memory beyond its bytes
 _OVERHEAD = 1 << 10
 _BUSY_RETRY_S = 5.0
@@ -61,6 +63,7 @@ class Stream(asyncio.Protocol):
         self._inbox: collections.deque[tuple[Message | SwarmError, int]] = collections.deque()
         self._unread = 0
         self._arrived = 0
+        self._outbox = bytearray()
         self._reading_paused = False
         self._end: SwarmError | None = None
         self._news = asyncio.Event()
@@ -82,10 +85,17 @@ class Stream(asyncio.Protocol):
         encoding_s = time.perf_counter() - began
         size = sum(map(len, buffers))
         if size <= _ONE_WRITE:
-            transport.write(b"".join(buffers))
+            # what else this turn of the loop has to say goes with it: many sessions' small steps in one record
+            if not self._outbox:
+                asyncio.get_running_loop().call_soon(self._flush)
+            for buffer in buffers:
+                self._outbox += buffer
+            if len(self._outbox) > _MOST_TOGETHER:
+                self._flush()
         else:
+            self._flush()
             transport.writelines(buffers)
-        if transport.get_write_buffer_size() > self.limits.max_unsent:
+        if len(self._outbox) + transport.get_write_buffer_size() > self.limits.max_unsent:
             raise self.abort(PeerStalled(f"{self} takes nothing: over {self.limits.max_unsent} bytes are unsent"))
         return encoding_s
 
@@ -95,6 +105,8 @@ class Stream(asyncio.Protocol):
         Raises PeerStalled after `write_timeout_s`, and the connection is gone; PeerLost if it is gone already.
         """
         self._open_transport()
+        if len(self._outbox) >= self.limits.high_water:
+            self._flush()
         if not self._writable.is_set():
             try:
                 async with asyncio.timeout(self.limits.write_timeout_s):
@@ -132,6 +144,7 @@ class Stream(asyncio.Protocol):
             self._news.set()
         if self._transport is None:
             return
+        self._flush()
         if not self._transport.is_closing():
             self._transport.close()
         try:
@@ -211,6 +224,12 @@ class Stream(asyncio.Protocol):
         self._writable.set()
 
     # ── inside ──
+
+    def _flush(self) -> None:
+        """Write what waits for this turn of the loop to end."""
+        outbox, self._outbox = self._outbox, bytearray()
+        if outbox and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(outbox)
 
     def _cut(self) -> None:
         if self._transport is not None:

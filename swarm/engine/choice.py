@@ -3,31 +3,47 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from swarm.engine.base import Engine
 from swarm.errors import ConfigError
 from swarm.manifest import Manifest
 from swarm.spans import LayerRange
 
-EngineKind = Literal["stateful", "static"]
-EngineChoice = Literal["auto", "stateful", "static"]
+if TYPE_CHECKING:
+    from swarm.engine.store import KvStore
+
+EngineKind = Literal["paged", "stateful", "static"]
+EngineChoice = Literal["auto", "paged", "stateful", "static"]
 ENGINE_CHOICES: tuple[EngineChoice, ...] = get_args(EngineChoice)
 
 
-def resolve_engine(choice: str, device: str) -> EngineKind:
-    """What `choice` comes to on `device`. Raises ConfigError where the device cannot run it."""
-    on_npu = device.partition(".")[0] == "NPU"
+def engines_to_try(choice: str, device: str) -> tuple[EngineKind, ...]:
+    """What `choice` comes to on `device`: the first of these that works. Raises ConfigError where none can."""
+    kind = device.partition(".")[0]
     match choice:
+        case "auto" if kind == "NPU":
+            return ("static",)
+        case "auto" if kind == "CPU":
+            return "paged", "stateful"
         case "auto":
-            return "static" if on_npu else "stateful"
+            return ("stateful",)
         case "static":
-            return "static"
-        case "stateful" if not on_npu:
-            return "stateful"
-        case "stateful":
+            return ("static",)
+        case "paged" if kind != "CPU":
+            raise ConfigError(f"--engine paged runs on the CPU; on {device} use --engine auto")
+        case "paged":
+            return ("paged",)
+        case "stateful" if kind == "NPU":
             raise ConfigError("an NPU takes graphs with neither state nor dynamic shapes: use --engine static there")
+        case "stateful":
+            return ("stateful",)
     raise ConfigError(f"engine is {choice!r}; it must be {', '.join(ENGINE_CHOICES)}")
+
+
+def resolve_engine(choice: str, device: str) -> EngineKind:
+    """The first of `engines_to_try`."""
+    return engines_to_try(choice, device)[0]
 
 
 def open_chosen_engine(
@@ -40,9 +56,29 @@ def open_chosen_engine(
     precision: str = "accuracy",
     threads: int = 0,
     cache_dir: Path | None = None,
+    kv_tokens: int = 0,
+    store: KvStore | None = None,
 ) -> Engine:
-    """The engine of `kind` on `span`, compiled and warm. Raises PackageError, EngineError, ConfigError."""
+    """The engine of `kind` on `span`, compiled and warm.
+
+    A paged one has room for `kv_tokens`, over all sessions; with `store` it shares that one's. Raises PackageError,
+    EngineError, ConfigError, UnsupportedModel for a graph that cannot be paged.
+    """
     # Each engine is loaded where it is wanted alone.
+    if kind == "paged":
+        from swarm.engine.paged import open_paged_engine
+
+        return open_paged_engine(
+            package,
+            manifest,
+            span,
+            kv_tokens=kv_tokens,
+            store=store,
+            device=device,
+            precision=precision,
+            threads=threads,
+            cache_dir=cache_dir,
+        )
     if kind == "static":
         from swarm.engine.static import open_static_engine as open_engine
     else:

@@ -40,6 +40,7 @@ def compose(
     span: LayerRange,
     *,
     logit_rows: bool = True,
+    rows_axis: int = 1,
     beam_idx: bool = True,
 ) -> ov.Model:
     """One graph for `span` out of the package's files, which are memory-mapped, not copied.
@@ -47,7 +48,8 @@ def compose(
     Inputs: `input_ids` [1, n] i64 on the span with layer 0, else `hidden_states` [1, n, hidden] f32;
     `attention_mask` [1, past + n] i64, `position_ids` [1, n] i64, `beam_idx` [1] i32, each where some
     layer reads it; with the last layer and `logit_rows`, `logit_rows` [m] i64: the positions of the n
-    that want logits. Output: `hidden_states_out` [1, n, hidden], or `logits` [1, m or n, vocab], f32.
+    that want logits, along `rows_axis` (0 in a graph that is going to be paged). Output: `hidden_states_out`
+    [1, n, hidden], or `logits` [1, m or n, vocab], f32.
 
     `beam_idx=False` drops the Gather behind the cached keys and values, which costs the fused
     attention: it is there to measure what the Gather is worth.
@@ -61,7 +63,7 @@ def compose(
     for layer in span:
         join.layer(read_part(package, layer_part(layer)), layer_part(layer), window=manifest.layers[layer].window)
     if HEAD in parts:
-        join.head(read_part(package, HEAD), logit_rows=logit_rows)
+        join.head(read_part(package, HEAD), logit_rows=logit_rows, rows_axis=rows_axis)
     return join.model(f"{manifest.name} {span}")
 
 
@@ -142,13 +144,13 @@ class _Join:
         self._sinks += part.get_sinks()
         self._hidden = _only_result(part, name)
 
-    def head(self, part: ov.Model, *, logit_rows: bool) -> None:
+    def head(self, part: ov.Model, *, logit_rows: bool, rows_axis: int) -> None:
         if logit_rows:
             rows = ops.parameter([-1], ov.Type.i64, name="logit_rows")
             rows.output(0).tensor.set_names({"logit_rows"})
             self._inputs["logit_rows"] = rows
             # Named, because the compiled graph's cache is keyed by names and generated ones count up.
-            axis = ops.constant(1, ov.Type.i64, name="logit_rows/axis")
+            axis = ops.constant(rows_axis, ov.Type.i64, name="logit_rows/axis")
             self._hidden = ops.gather(self._hidden, rows, axis, name="logit_rows/gather").output(0)
             self._entry = self._hidden
         self._share_inputs(part, "head")

@@ -15,6 +15,8 @@ from swarm.engine.cache import discard, discard_if_damaged, entry_path, evict, l
 from swarm.errors import ConfigError, EngineError
 
 EXACT = Numerics(inference="f32", kv="f32")
+STATEFUL_ATTENTION, PAGED_ATTENTION = "ScaledDotProductAttention", "PagedAttention"
+"""What the CPU plugin calls a layer's attention that it runs as one operation."""
 _logger = logging.getLogger(__name__)
 
 
@@ -37,6 +39,7 @@ def compile_span(
     cache_dir: Path | None = None,
     cache_key: tuple[str, ...] = (),
     fused: bool = True,
+    attention: str = STATEFUL_ATTENTION,
     settings: Mapping[str, str] | None = None,
 ) -> CompiledSpan:
     """Compile `model`, which is the caller's to drop afterwards (its weights stay mapped until then).
@@ -44,7 +47,7 @@ def compile_span(
     `accuracy` is f32 with an f32 KV cache, or an error; `performance` is what the device does by
     default. With `cache_dir` the result is kept under `cache_key`, the settings and OpenVINO's version; a
     damaged cache is deleted and compiled again. With `fused`, each of `attention_layers` must have
-    become one fused attention on the CPU. `settings` are properties beyond those that follow from the others.
+    become one operation `attention` on the CPU. `settings` are properties beyond those that follow from the others.
 
     Raises ConfigError for a setting that cannot be, EngineError for what the device would not do.
     """
@@ -63,7 +66,7 @@ def compile_span(
             f"{device} computes in {span.numerics} where {EXACT} was asked for: use --precision performance"
         )
     if fused and device.startswith("CPU"):
-        _check_attention(compiled, attention_layers)
+        _check_attention(compiled, attention_layers, attention)
     return span
 
 
@@ -151,12 +154,12 @@ def _numerics(compiled: ov.CompiledModel, precision: str) -> Numerics:
     return Numerics(inference=inference, kv=key if key == value else f"{key}+{value}")
 
 
-def _check_attention(compiled: ov.CompiledModel, layers: int) -> None:
+def _check_attention(compiled: ov.CompiledModel, layers: int, attention: str) -> None:
     """Attention that fell apart still answers, at half the speed: better to refuse than to be slow."""
     fused = 0
     for node in compiled.get_runtime_model().get_ops():
         kind = node.get_rt_info()["layerType"]
-        fused += str(getattr(kind, "value", kind)) == "ScaledDotProductAttention"
+        fused += str(getattr(kind, "value", kind)) == attention
     if fused != layers:
         raise EngineError(
             f"{fused} of {layers} layers compiled to a fused attention; the graph lacks what the plugin "

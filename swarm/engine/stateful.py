@@ -6,7 +6,6 @@ one exception is a failure of the device in the middle, which closes the session
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from swarm.engine.base import Numerics, Step, StepResult
 from swarm.engine.device import CompiledSpan
 from swarm.engine.ledger import Ledger, Plan
+from swarm.engine.steps import StepRules, all_finite
 from swarm.errors import BadStep, ContextExceeded, EngineError, SwarmError, UnknownSession
 from swarm.manifest import Manifest
 from swarm.spans import LayerRange
@@ -42,10 +42,7 @@ class StatefulEngine:
         self._numerics = compiled.numerics
         self._span = span
         self._context = manifest.context_length
-        self._hidden_size = manifest.hidden_size
-        self._vocab_size = manifest.vocab_size
-        self._takes_tokens = span.first == 0
-        self._gives_logits = span.last == len(manifest.layers)
+        self._rules = StepRules(manifest, span)
         windows = [w for layer in span if (w := manifest.layers[layer].window) is not None]
         self._window = min(windows, default=None)
         self._ports = {name: i for i, port in enumerate(self._compiled.inputs) for name in port.get_names()}
@@ -114,7 +111,7 @@ class StatefulEngine:
         self.open(session, count + 1)
         try:
             for start, n in ((0, count), (count, 1)):
-                hidden = None if self._takes_tokens else np.zeros((n, self._hidden_size), np.float32)
+                hidden = None if self._rules.takes_tokens else np.zeros((n, self._rules.hidden_size), np.float32)
                 step = Step(session=session, start=start, tokens=np.zeros(n, np.int32), hidden=hidden)
                 (result,) = self.forward([step])
                 if isinstance(result, SwarmError):
@@ -124,7 +121,7 @@ class StatefulEngine:
 
     def _step(self, step: Step) -> NDArray[np.float32]:
         session = self._session(step.session)
-        self._check(step)
+        self._rules.check(step)
         plan = session.ledger.plan(step.start, len(step.tokens))
         try:
             output = self._run(session, step, plan)
@@ -148,44 +145,17 @@ class StatefulEngine:
             self._feed(session, "hidden_states", step.hidden[None], np.float32)
         self._feed(session, "attention_mask", plan.attention_mask, np.int64)
         self._feed(session, "position_ids", plan.position_ids, np.int64)
-        if self._gives_logits:
+        if self._rules.gives_logits:
             # One row at least: a graph need not cope with an empty tensor.
             self._feed(session, "logit_rows", np.arange(n - max(step.rows, 1), n), np.int64)
         session.request.infer(share_outputs=True)
-        if self._gives_logits and step.rows == 0:
-            return np.empty((0, self._vocab_size), np.float32)
+        if self._rules.gives_logits and step.rows == 0:
+            return np.empty((0, self._rules.vocab_size), np.float32)
         # The next step overwrites the request's own output.
         output: NDArray[np.float32] = session.request.get_output_tensor(0).data[0].copy()
-        if not _all_finite(output):
+        if not all_finite(output):
             raise EngineError(f"numbers that are not finite came out in {self._numerics}; try --precision accuracy")
         return output
-
-    def _check(self, step: Step) -> None:
-        """What needs no ledger. Raises BadStep naming the value."""
-        tokens, hidden = step.tokens, step.hidden
-        if tokens.ndim != 1 or tokens.dtype != np.int32:
-            raise BadStep(f"tokens are {tokens.dtype} {list(tokens.shape)}, not int32 [n]")
-        n = len(tokens)
-        if n < 1:
-            raise BadStep("a step of 0 tokens: send at least one")
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self._vocab_size:
-            wrong = low if low < 0 else high
-            raise BadStep(f"token id {wrong} is outside the vocabulary of {self._vocab_size}")
-        if not 0 <= step.rows <= (n if self._gives_logits else 0):
-            has = f"0 to {n} are possible" if self._gives_logits else f"layers {self._span} have no head"
-            raise BadStep(f"{step.rows} rows of logits asked for: {has}")
-        if self._takes_tokens:
-            if hidden is not None:
-                raise BadStep(f"layers {self._span} take token ids, not hidden states")
-        elif hidden is None:
-            raise BadStep(f"layers {self._span} take hidden states, and the step has none")
-        elif hidden.dtype != np.float32 or hidden.shape != (n, self._hidden_size):
-            raise BadStep(
-                f"hidden states are {hidden.dtype} {list(hidden.shape)}, not float32 [{n}, {self._hidden_size}]"
-            )
-        elif not _all_finite(hidden):
-            raise BadStep("hidden states hold numbers that are not finite")
 
     def _feed(self, session: _Session, name: str, values: NDArray[np.generic], dtype: type[np.generic]) -> None:
         """Copy `values` to where the request reads `name`; the request hears of it where the shape changed."""
@@ -227,9 +197,3 @@ def _keep_slots(request: ov.InferRequest, keep: NDArray[np.int64], *, slots: int
         if cached.ndim != 4 or cached.shape[2] != slots:
             raise EngineError(f"state {variable.name} is {list(cached.shape)} where {slots} slots were expected")
         variable.state = ov.Tensor(np.ascontiguousarray(cached[:, :, keep]))
-
-
-def _all_finite(array: NDArray[np.float32]) -> bool:
-    """NaN wins every maximum, so two passes without a temporary see all that is not a number."""
-    high, low = np.maximum.reduce(array, axis=None), np.minimum.reduce(array, axis=None)
-    return math.isfinite(high) and math.isfinite(low)

@@ -17,7 +17,8 @@ from swarm.errors import LocalProtocolError, RemoteProtocolError, SwarmError
 from swarm.sampling import Sampling
 from swarm.wire import messages, questions
 from swarm.wire.framing import Buffer
-from swarm.wire.messages import HopTrace, Message
+from swarm.wire.message import Message
+from swarm.wire.messages import HopTrace
 from swarm.wire.tensors import WIRE_SIZES, byte_count, from_bytes, to_bytes
 
 _CONTAINERS = (tuple, dict)

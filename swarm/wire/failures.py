@@ -21,7 +21,8 @@ from swarm.errors import (
     StepError,
     SwarmError,
 )
-from swarm.wire.messages import MAX_DETAIL_VALUES, MAX_TEXT, Failure
+from swarm.wire.message import MAX_TEXT
+from swarm.wire.messages import MAX_DETAIL_VALUES, Failure
 
 MAX_RETRY_AFTER_S = 3600.0
 

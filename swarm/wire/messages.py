@@ -30,7 +30,6 @@ what is still under way from an earlier one is dropped where it arrives.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -38,8 +37,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from swarm.errors import LocalProtocolError
 from swarm.sampling import MAX_LOGPROBS, Sampling
+from swarm.wire.message import NAME, Message, check, is_array
 from swarm.wire.tensors import HIDDEN_DTYPES
 
 PROTOCOL_VERSION = 1
@@ -47,12 +46,10 @@ MAX_STEP_TOKENS = 2048
 MAX_STEP_ROWS = 64
 """Tokens that one step may ask for: choosing each takes milliseconds of the device's thread."""
 MAX_HOPS = 256
+MAX_PREFIX_BYTES = 32 << 10
 MAX_DETAIL = 32
 MAX_DETAIL_VALUES = 1024
 GREEDY = Sampling()
-MAX_TEXT = 4096
-_NAME = re.compile(r"[0-9a-zA-Z_.:/#\[\]-]{0,300}")
-_SESSION = re.compile(r"[0-9a-zA-Z_.-]{8,64}")
 
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -60,50 +57,8 @@ Hidden = NDArray[np.float32]
 """On the wire in the `dtype` of its message."""
 Logits = NDArray[np.float32]
 """On the wire in the `logits_dtype` of its message."""
-Bulk = bytes
-"""Travels as payload, not in the header. Whoever sends may give any buffer of bytes."""
 Scalar = int | float | str
 Detail = Scalar | Sequence[Scalar]
-
-
-def check(ok: bool, message: object, name: str) -> None:
-    if not ok:
-        value = repr(getattr(message, name))[:80]
-        raise LocalProtocolError(f"{type(message).__name__}: {name} is {value}")
-
-
-def is_array(value: object, dtype: type[np.generic], ndim: int) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == ndim
-
-
-class Message:
-    """Base of all. `kind` is the word for it in a frame's header."""
-
-    kind: ClassVar[str]
-
-    def _naturals(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            check(type(value) is int and 0 <= value < 1 << 62, self, name)
-
-    def _numbers(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            check(isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value), self, name)
-
-    def _names(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            check(isinstance(value, str) and _NAME.fullmatch(value) is not None, self, name)
-
-    def _texts(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            check(isinstance(value, str) and len(value) <= MAX_TEXT, self, name)
-
-    def _session(self) -> None:
-        session = getattr(self, "session", None)
-        check(isinstance(session, str) and _SESSION.fullmatch(session) is not None, self, "session")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +91,9 @@ class OpenSession(Message):
     `secret` (16 ... 64 bytes) is what the hop before must show. `dtype` is how hidden states leave this
     hop: f32, f16, bf16 or int8. Opening a session again, by who opened it, forgets what is cached, keeps the
     reservation and starts `epoch`.
+
+    `prefix` names the text that the session is going to begin with: the name that its chain begins with, then one
+    for each full block of tokens, 16 bytes each (`engine.blocks`). Empty: its cache is nobody else's, now and later.
     """
 
     kind: ClassVar[str] = "open"
@@ -147,9 +105,12 @@ class OpenSession(Message):
     last: int
     max_tokens: int
     dtype: str = "f32"
+    prefix: bytes = b""
 
     def __post_init__(self) -> None:
         self._naturals("request", "epoch", "first", "last", "max_tokens")
+        check(isinstance(self.prefix, bytes) and len(self.prefix) <= MAX_PREFIX_BYTES, self, "prefix")
+        check(len(self.prefix) % 16 == 0, self, "prefix")
         self._session()
         check(isinstance(self.secret, bytes) and 16 <= len(self.secret) <= 64, self, "secret")
         check(self.first < self.last, self, "last")
@@ -158,14 +119,15 @@ class OpenSession(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOpened(Message):
-    """Room is there. `kv_free` is what is left for others, in tokens."""
+    """Room is there. `kv_free` is what is left for others, in tokens; `held` what is cached already of the prefix."""
 
     kind: ClassVar[str] = "opened"
     request: int
     kv_free: int
+    held: int = 0
 
     def __post_init__(self) -> None:
-        self._naturals("request", "kv_free")
+        self._naturals("request", "kv_free", "held")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +151,7 @@ class Link(Message):
         self._names("peer_id")
         check(isinstance(self.addresses, tuple) and len(self.addresses) <= 16, self, "addresses")
         for address in self.addresses:
-            check(isinstance(address, str) and _NAME.fullmatch(address) is not None, self, "addresses")
+            check(isinstance(address, str) and NAME.fullmatch(address) is not None, self, "addresses")
         check(isinstance(self.secret, bytes) and len(self.secret) <= 64, self, "secret")
 
 

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from swarm.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from swarm.wire.codec import MESSAGES, encode, read_header, read_message
 from swarm.wire.framing import Buffer, Frame, Framer, frame_buffers
+from swarm.wire.message import Message
 from swarm.wire.messages import (
     PROTOCOL_VERSION,
     Attach,
@@ -34,7 +35,6 @@ from swarm.wire.messages import (
     Leaving,
     Link,
     Linked,
-    Message,
     OpenSession,
     Output,
     SessionClosed,

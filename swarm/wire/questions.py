@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from swarm.manifest import MAX_MANIFEST_BYTES
-from swarm.wire.messages import Bulk, Message, check
+from swarm.wire.message import Bulk, Message, check
 
 MAX_FILE_PIECE = 4 << 20
 MAX_PING_PAYLOAD = 1 << 20

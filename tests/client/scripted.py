@@ -39,6 +39,7 @@ from swarm.sampling import Sampling
 from swarm.spans import LayerRange
 from swarm.stream import Stream, listen
 from swarm.wire.failures import error_to_failure, failure_to_error
+from swarm.wire.message import Message
 from swarm.wire.messages import (
     PROTOCOL_VERSION,
     Attach,
@@ -51,7 +52,6 @@ from swarm.wire.messages import (
     Leaving,
     Link,
     Linked,
-    Message,
     OpenSession,
     Output,
     SessionClosed,

@@ -14,7 +14,7 @@ from swarm.directory import MAX_TTL_S, MODELS_TOPIC, MemoryDirectory, Notice
 from swarm.errors import DirectoryError, PeerFailed, UnknownModel
 from swarm.identity import Identity
 from swarm.manifest import FileEntry, Manifest, describe_file
-from swarm.wire.messages import Message
+from swarm.wire.message import Message
 from swarm.wire.questions import (
     AskDht,
     AskFile,

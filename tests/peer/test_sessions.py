@@ -63,6 +63,25 @@ def test_a_refusal_says_when_room_is_expected() -> None:
     assert len(table) == 1
 
 
+def test_where_caches_can_be_taken_back_a_session_counts_with_what_sessions_took_lately() -> None:
+    table = make_table(kv_total=100, reserves=False)
+    for number in range(2):
+        table.admit("a", ask(f"session-{number}", max_tokens=100))  # half of what it asks for, each
+    assert table.kv_free == 0
+    with pytest.raises(PeerBusy):
+        table.admit("a", ask("session-2", max_tokens=100))
+    session = table.find("session-0")
+    for step in range(20):  # sessions that end as short as they began
+        table.close("a", f"session-{step}")
+        table.admit("a", ask(f"session-{step + 2}", max_tokens=100))
+    assert table.kv_free > 0
+    session = table.find("session-21")
+    session.length = 90
+    assert table.kv_free == 0
+    with pytest.raises(ContextExceeded):
+        table.admit("a", ask("too-long-", max_tokens=101))
+
+
 def test_what_never_fits_is_no_matter_of_waiting() -> None:
     with pytest.raises(ContextExceeded, match="101 tokens are more than the 100"):
         make_table(kv_total=500).admit("a", ask(max_tokens=101))

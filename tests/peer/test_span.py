@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from peer.config import JoinConfig
 from peer.desk import Desk
+from peer.selftest import SelfTest
 from peer.server import PeerServer
 from peer.service import SpanService
 from peer.span import load_span
 from peer.supply import Supply
 from swarm.address import Address
 from swarm.channel import Channel
+from swarm.engine.choice import EngineKind
 from swarm.identity import Identity
 from swarm.manifest import load_manifest
 from swarm.spans import LayerRange
@@ -24,13 +28,15 @@ PROMPT = [1, 504, 2970, 282, 4649, 314]
 COUNT = 6
 
 
+@pytest.mark.parametrize("kind", ["paged", "stateful"])
 def test_a_span_and_its_parts_give_the_unsplit_models_tokens(
-    smollm2_package: Path, greedy_reference: GreedyReference, tmp_path: Path
+    kind: EngineKind, smollm2_package: Path, greedy_reference: GreedyReference, tmp_path: Path
 ) -> None:
     manifest = load_manifest(smollm2_package)
     config = JoinConfig(package=str(smollm2_package), cache_dir=tmp_path, threads=1)
     supply = Supply(package=smollm2_package, manifest=manifest, span=manifest.span, memory=3_000_000_000, fetched=False)
-    serving = load_span(config, supply)
+    tested = SelfTest(numerics="f32/f32", layer_time_s=1e-3, prefill_time_s=1e-4, engine=kind)
+    serving = load_span(config, supply, tested)
     assert serving.entries == manifest.grid[1:-1]
     assert str(serving.engine.numerics) == "f32/f32"
     identity = Identity.generate()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from peer.capacity import needed_bytes
+from peer.capacity import kv_token_bytes, needed_bytes
 from peer.config import JoinConfig, SessionLimits
 from peer.desk import Shelf
 from peer.offer import Offer
@@ -218,6 +218,14 @@ def test_memory_beside_the_span_is_divided(package: Path) -> None:
     assert divide_memory(whole, "f32", 77)[0] == 77
     with pytest.raises(ConfigError, match="serve fewer layers or raise --max-memory"):
         divide_memory(replace(whole, memory=1000), "f32", None)
+    paged, _ = divide_memory(whole, "f32", None, paged=True)
+    assert paged % 32 == 0
+    assert paged > tokens, "blocks do not grow by doubling"
+    each = kv_token_bytes(manifest, whole.span, "f32")
+    assert divide_memory(whole, "f32", None, kv_memory=100 * each)[0] == 100
+    assert divide_memory(whole, "f32", 40, paged=True)[0] == 40
+    with pytest.raises(ConfigError, match=r"--kv-memory 10\d* B holds \d+ tokens"):
+        divide_memory(whole, "f32", None, kv_memory=100, paged=True)
 
 
 def test_a_record_says_what_was_measured_last() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from peer.schedule import InTurn
 from peer.worker import StepOutcome, Worker
 from swarm.engine.base import Step, StepResult
 from swarm.errors import BadStep, EngineError, LocalProtocolError, PeerBusy, PeerFailed, SwarmError, UnknownSession
@@ -27,8 +28,8 @@ def step(session: str, start: int = 0, tokens: tuple[int, ...] = (1,), rows: int
 
 
 @asynccontextmanager
-async def running(**settings: Any) -> AsyncIterator[Worker]:
-    worker = Worker(**settings)
+async def running(batch: int = 1, **settings: Any) -> AsyncIterator[Worker]:
+    worker = Worker(InTurn(batch), **settings)
     worker.start()
     try:
         yield worker

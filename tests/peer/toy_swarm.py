@@ -20,11 +20,13 @@ from peer.service import Serving, SpanService
 from swarm.address import Address
 from swarm.channel import Channel
 from swarm.directory import MemoryDirectory
+from swarm.engine.tables import Tables
 from swarm.errors import SwarmError
 from swarm.identity import Identity
 from swarm.sampling import Sampling
 from swarm.spans import LayerRange
 from swarm.wire.failures import failure_to_error
+from swarm.wire.message import Message
 from swarm.wire.messages import (
     PROTOCOL_VERSION,
     Attach,
@@ -35,7 +37,6 @@ from swarm.wire.messages import (
     Hello,
     Link,
     Linked,
-    Message,
     OpenSession,
     Output,
     SessionClosed,
@@ -81,7 +82,7 @@ async def toy_peer(
     *,
     engine: ToyEngine | None = None,
     limits: dict[str, Any] | None = None,
-    batch: int = 1,
+    room: Tables | None = None,
     entries: tuple[int, ...] = (),
     builder: Builder | None = None,
     shelf: Shelf | None = None,
@@ -100,7 +101,7 @@ async def toy_peer(
             manifest=manifest,
             engine=engine,
             limits=SessionLimits(**{"kv_total": 1000, **(limits or {})}),
-            batch=batch,
+            room=room,
             entries=entries,
             builder=builder,
         ),

@@ -26,7 +26,8 @@ from swarm.identity import Identity
 from swarm.limits import Limits
 from swarm.stream import Stream, listen
 from swarm.wire.failures import error_to_failure
-from swarm.wire.messages import Failure, Forward, Leaving, Linked, Message, Output
+from swarm.wire.message import Message
+from swarm.wire.messages import Failure, Forward, Leaving, Linked, Output
 from swarm.wire.questions import AskDht, AskTopic, DhtAddresses, Ping, Pong, Topic
 from tests.swarm.loops import in_loop, until
 from tests.swarm.memory_transport import CALLER_HELLO, PEER_HELLO, MemoryTransport, memory_pair

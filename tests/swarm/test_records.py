@@ -13,7 +13,7 @@ from swarm.directory import MODELS_TOPIC, Notice
 from swarm.engine.base import Numerics
 from swarm.errors import DirectoryError, SwarmError
 from swarm.identity import Identity
-from swarm.records import Link, ModelRecord, PeerRecord, model_records, peer_records
+from swarm.records import Link, ModelRecord, PeerRecord, Work, model_records, peer_records
 from swarm.spans import LayerRange
 
 IDENTITY = Identity.generate()
@@ -74,6 +74,18 @@ def test_a_peers_record_comes_back_as_it_was() -> None:
     assert peer_records([RECORD.seal(IDENTITY)], MODEL) == [RECORD]
 
 
+def test_what_a_peer_is_doing_is_told_checked_and_may_be_missing() -> None:
+    work = Work(engine="paged", batch=7.5, tokens_per_s=300.0, blocks=100, blocks_used=40)
+    record = replace(RECORD, work=work)
+    assert PeerRecord.from_plain(record.to_plain()) == record
+    before = record.to_plain()
+    del before["work"]
+    assert PeerRecord.from_plain(before) == RECORD
+    for wrong in (7, {}, {**work.to_plain(), "batch": -1.0}, {**work.to_plain(), "blocks": "many"}):
+        with pytest.raises(DirectoryError):
+            PeerRecord.from_plain({**record.to_plain(), "work": wrong})
+
+
 def test_a_link_that_is_no_way_stays_one() -> None:
     (record,) = peer_records([RECORD.seal(IDENTITY)], MODEL)
     assert not record.links["q" * 32].reachable
@@ -86,7 +98,7 @@ def test_a_models_record_comes_back_as_it_was() -> None:
     assert model_records([notice]) == [OFFER]
 
 
-@pytest.mark.parametrize("name", sorted(RECORD.to_plain()))
+@pytest.mark.parametrize("name", sorted(RECORD.to_plain().keys() - {"work"}))
 def test_a_missing_field_is_named(name: str) -> None:
     plain = RECORD.to_plain()
     del plain[name]

@@ -18,7 +18,8 @@ from swarm.errors import (
     WrongPeer,
 )
 from swarm.wire.failures import error_to_failure, failure_to_error
-from swarm.wire.messages import MAX_TEXT, Failure
+from swarm.wire.message import MAX_TEXT
+from swarm.wire.messages import Failure
 from tests.swarm.wire.strategies import failures
 
 SENDER, OTHER = "s" * 32, "o" * 32

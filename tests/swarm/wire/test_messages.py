@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from swarm.errors import LocalProtocolError, RemoteProtocolError
 from swarm.wire.codec import MESSAGES, encode, read_header, read_message
 from swarm.wire.framing import Frame
-from swarm.wire.messages import Failure, Forward, Hello, HopTrace, Link, Message, OpenSession, Output
+from swarm.wire.message import Message
+from swarm.wire.messages import Failure, Forward, Hello, HopTrace, Link, OpenSession, Output
 from swarm.wire.questions import AskFile, FilePiece, Ping
 from tests.swarm.wire.strategies import EVERYTHING, any_message, same
 

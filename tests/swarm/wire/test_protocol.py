@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from swarm.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from swarm.wire.framing import PREFIX
-from swarm.wire.messages import PROTOCOL_VERSION, Failure, Forward, Hello, Message, Output
+from swarm.wire.message import Message
+from swarm.wire.messages import PROTOCOL_VERSION, Failure, Forward, Hello, Output
 from swarm.wire.protocol import MAX_GREETING, MAX_PAYLOAD, Connection, Role, State
 from swarm.wire.questions import AskDht, Ping, Pong
 from tests.swarm.wire.strategies import CALLER_SAYS, PEER_SAYS, hellos, same

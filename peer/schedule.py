@@ -1,0 +1,339 @@
+"""Which of the steps that wait run next, and how much of each. Pure: no clock, no device, no model.
+
+There is no prefill and no decode here, only known tokens that are not computed yet. Short steps come first, all
+that wait in one inference; what a long one gets beside them is bounded by how much longer they may take for it::
+
+    waiting       a: 1 token    b: 2000 tokens    c: 5 tokens    d: 800 tokens
+    round 1       a 1, c 5, and as many of b's as make the round no more than `STRETCH` times as long
+    round 2       ... what has arrived meanwhile, and more of d's: its client had less so far
+    nobody else   `ALONE` tokens of b
+
+A session's blocks are taken as its steps need them. Where none are left, sessions that pause lose theirs, the one
+that paused longest first; then younger sessions do, the youngest first; then the step waits. So the oldest
+always gets on, whoever else is there. Who lost its blocks is told at its next step, and feeds its tokens again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+SHORT = 16
+"""Tokens up to which a step is taken for a token of a text that is being written (or a few drafts of it)."""
+ALONE = 128
+"""Tokens of one inference where no short step waits or is about to come: what comes meanwhile waits for it."""
+LEAST = 4
+STRETCH = 1.5
+MOST_STEPS = 64
+PAUSE_S = 3.0
+RECENT_S = 0.5
+PATIENCE_S = 10.0
+_FORGETTING = 0.98
+
+
+class Room(Protocol):
+    """The blocks of KV cache, as `swarm.engine.tables.Tables` has them."""
+
+    @property
+    def free(self) -> int: ...
+
+    def missing(self, session: str, start: int, n: int) -> int:
+        """Blocks to be taken for `n` tokens from `start`; 0 where there is no such session."""
+
+    def fitting(self, session: str, start: int, *, beside: int) -> int:
+        """Tokens from `start` for which there are blocks when `beside` of those that are free are somebody else's."""
+
+    def held(self, session: str) -> int:
+        """Blocks that would be free if the session lost its cache."""
+
+    def evict(self, session: str) -> None: ...
+
+
+@dataclass(eq=False, kw_only=True)
+class Due:
+    """A step that waits: `tokens` from `start`, of which `done` are computed.
+
+    `client` is who must not crowd out others, `opened_at` the session's age, `engine` what runs it: one a round.
+    """
+
+    session: str
+    client: Hashable
+    opened_at: float
+    engine: object
+    start: int
+    tokens: int
+    put_at: float
+    done: int = 0
+    blocked_at: float | None = None  # since when there have been no blocks for it
+
+    @property
+    def left(self) -> int:
+        return self.tokens - self.done
+
+    @property
+    def next(self) -> int:
+        """The position of the first token that is not computed yet."""
+        return self.start + self.done
+
+
+D = TypeVar("D", bound=Due)
+
+
+@dataclass(frozen=True)
+class Portion(Generic[D]):
+    """`count` tokens of a step, in the next inference."""
+
+    due: D
+    count: int
+
+
+class Schedule(Protocol[D]):
+    """Steps in, rounds out."""
+
+    def __len__(self) -> int: ...
+
+    def add(self, due: D) -> None: ...
+
+    def remove(self, due: D) -> None:
+        """It is over, or nobody wants it any more."""
+
+    def round(self, now: float) -> list[Portion[D]]:
+        """What runs now, at most one step of a session, all of one engine; nothing where all must wait."""
+
+    def hopeless(self, now: float) -> list[D]:
+        """Steps that have waited for blocks too long, removed: their clients had better go elsewhere."""
+
+    def ran(self, portions: list[Portion[D]], seconds: float, now: float) -> None:
+        """A round has run. What it finished is removed, the rest waits on."""
+
+    def forget(self, session: str) -> None:
+        """The session is closed."""
+
+
+class InTurn(Generic[D]):
+    """First come, first served, each step whole: for an engine that runs steps one after another.
+
+    `batch` steps of different sessions make a round.
+    """
+
+    def __init__(self, batch: int = 1) -> None:
+        self._batch = batch
+        self._due: list[D] = []
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+    def add(self, due: D) -> None:
+        self._due.append(due)
+
+    def remove(self, due: D) -> None:
+        self._due.remove(due)
+
+    def round(self, now: float) -> list[Portion[D]]:
+        together: list[Portion[D]] = []
+        sessions: set[str] = set()
+        for due in self._due[: self._batch]:
+            if due.engine is not self._due[0].engine or due.session in sessions:
+                break  # nothing overtakes
+            sessions.add(due.session)
+            together.append(Portion(due, due.left))
+        return together
+
+    def ran(self, portions: list[Portion[D]], seconds: float, now: float) -> None:
+        for portion in portions:
+            portion.due.done += portion.count
+            self.remove(portion.due)
+
+    def hopeless(self, now: float) -> list[D]:
+        return []
+
+    def forget(self, session: str) -> None:
+        """Nothing is known of sessions here."""
+
+
+class Cost:
+    """What an inference of n tokens takes: a + b n seconds, fitted to the last ones, newer ones weighing more."""
+
+    def __init__(self) -> None:
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)  # weights, n, n n, t, n t
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        fresh = (1.0, tokens, tokens * tokens, seconds, tokens * seconds)
+        self._sums = tuple(_FORGETTING * old + new for old, new in zip(self._sums, fresh, strict=True))  # type: ignore[assignment]
+
+    def beside(self, tokens: int, stretch: float) -> int | None:
+        """How many more tokens make a round of `tokens` take `stretch` times as long; None where nobody knows yet."""
+        weight, n, nn, t, nt = self._sums
+        spread = weight * nn - n * n
+        if spread <= 1e-9 * max(nn, 1.0):
+            return None
+        each = (weight * nt - n * t) / spread
+        base = (t - each * n) / weight
+        if each <= 0:
+            return None
+        return int((stretch - 1) * max(base + each * tokens, 0.0) / each)
+
+
+@dataclass(eq=False)
+class _Tenant:
+    """A session that holds blocks, or may."""
+
+    client: Hashable
+    opened_at: float
+    used_at: float
+    short_at: float = float("-inf")
+
+
+@dataclass
+class _Plan(Generic[D]):
+    """A round in the making; `blocks` are those that it is going to take."""
+
+    portions: list[Portion[D]] = field(default_factory=list)
+    sessions: set[str] = field(default_factory=set)
+    blocks: int = 0
+
+
+class Shared(Generic[D]):
+    """Rounds for an engine that computes many sessions at once, whose caches share `room`."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._due: list[D] = []
+        self._tenants: dict[str, _Tenant] = {}
+        self._served: dict[Hashable, float] = {}  # tokens, by client
+        self._cost = Cost()
+        self._turns: dict[object, int] = {}  # the last round of each engine
+        self._counter = itertools.count(1)
+        self.preempted = 0
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+    def add(self, due: D) -> None:
+        self._due.append(due)
+        tenant = self._tenants.get(due.session)
+        if tenant is None:
+            tenant = self._tenants[due.session] = _Tenant(due.client, due.opened_at, due.put_at)
+        tenant.used_at = due.put_at
+        # who was away has no claim to what it might have had
+        others = [self._served[other.client] for other in self._due if other.client != due.client]
+        self._served[due.client] = max(self._served.get(due.client, 0.0), min(others, default=0.0))
+
+    def remove(self, due: D) -> None:
+        self._due.remove(due)
+
+    def forget(self, session: str) -> None:
+        tenant = self._tenants.pop(session, None)
+        if tenant is not None and all(other.client != tenant.client for other in self._tenants.values()):
+            self._served.pop(tenant.client, None)
+
+    def round(self, now: float) -> list[Portion[D]]:
+        if not self._due:
+            return []
+        engine = min((one.engine for one in self._due), key=lambda each: self._turns.get(each, 0))
+        self._turns[engine] = next(self._counter)
+        due = sorted((d for d in self._due if d.engine is engine), key=self._rank)
+        plan: _Plan[D] = _Plan()
+        # blocks are given by age: nobody younger takes what an older one needs in this round
+        for one in self._by_age(self._short(due)):
+            self._place(one, one.left, plan, now)
+        left = self._beside(sum(portion.count for portion in plan.portions), due, now)
+        for one in (d for d in due if d.left > SHORT):
+            if left <= 0 or len(plan.portions) >= MOST_STEPS:
+                break
+            left -= self._place(one, min(one.left, left), plan, now)
+        return plan.portions
+
+    def ran(self, portions: list[Portion[D]], seconds: float, now: float) -> None:
+        self._cost.observe(sum(portion.count for portion in portions), seconds)
+        for portion in portions:
+            due = portion.due
+            due.done += portion.count
+            self._served[due.client] = self._served.get(due.client, 0.0) + portion.count
+            tenant = self._tenants.get(due.session)
+            if tenant is not None:
+                tenant.used_at = now
+                if due.tokens <= SHORT:
+                    tenant.short_at = now
+            if due.left <= 0:
+                self.remove(due)
+
+    def hopeless(self, now: float) -> list[D]:
+        gone = [due for due in self._due if due.blocked_at is not None and now - due.blocked_at > PATIENCE_S]
+        for due in gone:
+            self.remove(due)
+        return gone
+
+    def _short(self, due: Iterable[D]) -> list[D]:
+        return [one for one in due if one.left <= SHORT][:MOST_STEPS]
+
+    def _rank(self, due: D) -> tuple[float, float, float]:
+        """Among clients who had least so far; among sessions of one the oldest."""
+        return self._served.get(due.client, 0.0), due.opened_at, due.put_at
+
+    @staticmethod
+    def _by_age(due: list[D]) -> list[D]:
+        return sorted(due, key=lambda one: (one.opened_at, one.put_at))
+
+    def _beside(self, short: int, due: list[D], now: float) -> int:
+        """Tokens of long steps for a round with `short` tokens of short ones."""
+        long = {one.session for one in due if one.left > SHORT}
+        expected = any(
+            now - tenant.short_at < RECENT_S for session, tenant in self._tenants.items() if session not in long
+        )
+        if not short and not expected:
+            return ALONE
+        beside = self._cost.beside(max(short, 1), STRETCH)
+        return SHORT if beside is None else min(max(beside, LEAST), ALONE)
+
+    def _place(self, due: D, count: int, plan: _Plan[D], now: float) -> int:
+        """Put up to `count` tokens of `due`, for which there are blocks, into the plan; how many."""
+        if due.session in plan.sessions:
+            return 0
+        room, spoken_for = self._room, plan.blocks + self._kept_back(due)
+        while (missing := room.missing(due.session, due.next, count)) > room.free - spoken_for:
+            victim = self._victim(due, plan.sessions, now)
+            if victim is None:
+                break
+            room.evict(victim)
+            self.preempted += 1
+        if missing > room.free - spoken_for:
+            count = min(count, room.fitting(due.session, due.next, beside=spoken_for))
+            if count < min(due.left, LEAST):
+                due.blocked_at = now if due.blocked_at is None else due.blocked_at
+                return 0
+        due.blocked_at = None
+        plan.portions.append(Portion(due, count))
+        plan.sessions.add(due.session)
+        plan.blocks += room.missing(due.session, due.next, count)
+        return count
+
+    def _kept_back(self, due: D) -> int:
+        """Blocks that a session which begins leaves to older ones, each of which soon needs one: what it took
+        else would be taken from it again at once."""
+        if self._room.held(due.session):
+            return 0
+        return sum(
+            tenant.opened_at < due.opened_at and self._room.held(session) > 0
+            for session, tenant in self._tenants.items()
+        )
+
+    def _victim(self, due: D, running: set[str], now: float) -> str | None:
+        """Whose blocks `due` may have."""
+        waiting = {one.session for one in self._due}
+        others = [
+            (session, tenant)
+            for session, tenant in self._tenants.items()
+            if session != due.session and session not in running and self._room.held(session)
+        ]
+        paused = [
+            (tenant.used_at, session)
+            for session, tenant in others
+            if session not in waiting and now - tenant.used_at > PAUSE_S
+        ]
+        if paused:
+            return min(paused)[1]
+        younger = [(tenant.opened_at, session) for session, tenant in others if tenant.opened_at > due.opened_at]
+        return max(younger)[1] if younger else None

@@ -1,0 +1,36 @@
+"""A prompt of 2,000 tokens: two peers with chunks of it in flight against the unsplit model, one core each."""
+
+from __future__ import annotations
+
+from reproduction.experiment import ROUNDS, Report, Row, Say, interleaved, median_ratio, medians
+from reproduction.machine import machine
+from reproduction.models import smollm2
+from reproduction.mono import Single
+from reproduction.users import crowd_on, prompts_of
+
+LENGTH = 2000
+
+
+def run(say: Say, *, length: int = LENGTH, rounds: int = ROUNDS) -> Report:
+    model = smollm2(say)
+    single = Single(model)
+    (prompt,) = prompts_of(1, length)
+    with crowd_on(model, 2) as crowd:
+
+        def peers() -> float:
+            written = crowd.write(prompt, 1)
+            return length / (written.times[0] - written.began)
+
+        samples = interleaved({"mono": lambda: length / single.write(prompt, 1)[1], "two_peers": peers}, say, rounds)
+    middle = medians(samples)
+    return Report(
+        experiment="prefill",
+        machine=machine(),
+        rows=[
+            Row(configuration="unsplit, one core", value=middle["mono"], unit="prompt tok/s"),
+            Row(configuration="two peers", value=middle["two_peers"], unit="prompt tok/s"),
+        ],
+        ratios={"two_peers_vs_mono": median_ratio(samples, "two_peers", "mono")},
+        goals={"two_peers_vs_mono": (">=", 1.7)},
+        notes=[f"f32, {length} tokens, from the question to the first token; opening the session included"],
+    )

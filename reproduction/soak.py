@@ -1,0 +1,143 @@
+"""Ten minutes of users who come and go: no wrong token, and in the end nothing is left of them.
+
+32 users at a time over three spans with a spare each. A third of them give up in the middle, and once a minute a peer
+is killed and started again. Afterwards sessions, blocks, file descriptors and memory of the peers that stayed are
+looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+
+import psutil
+
+from client.config import ClientConfig
+from reproduction.experiment import Report, Row, Say
+from reproduction.local import even
+from reproduction.machine import machine
+from reproduction.models import Model, smollm2
+from reproduction.peers import pinned_swarm
+from reproduction.users import Users, prompts_of, users_of
+from swarm.address import Address
+from swarm.greeting import client_hello
+from swarm.localswarm import LocalSwarm, Member
+from swarm.peers import PeerDirectory, find_peers
+from swarm.records import PeerRecord
+
+SECONDS = 600.0
+USERS = 32
+TOKENS = 48
+KILL_EVERY_S = 60.0
+_SETTLE_S = 45.0
+
+
+def run(say: Say, *, seconds: float = SECONDS, users: int = USERS, kill_every_s: float = KILL_EVERY_S) -> Report:
+    model = smollm2(say)
+    spans = [span for span in even(model, 3) for _ in range(2)]
+    with pinned_swarm(model, spans, "--kv-tokens", "4096") as swarm:
+        return asyncio.run(_soak(model, swarm, say, seconds, users, kill_every_s))
+
+
+async def _soak(model: Model, swarm: LocalSwarm, say: Say, seconds: float, users: int, kill_every_s: float) -> Report:
+    chance, prompts = random.Random(0), prompts_of(3 * users)
+    done = {"texts": 0, "left": 0, "repairs": 0, "wrong": 0}
+    mortal = swarm.members[1::2]
+    staying = swarm.members[::2]
+    async with users_of(model, swarm.addresses, ClientConfig(prefix_key="soak")) as crowd:
+        alone = {tuple(prompt): (await crowd.write(prompt, TOKENS)).ids for prompt in prompts}
+        before = [_held(member) for member in staying]
+        until = time.monotonic() + seconds
+
+        async def user() -> None:
+            while time.monotonic() < until:
+                await _visit(crowd, prompts, alone, chance, done)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(users):
+                group.create_task(user())
+            group.create_task(_kill(swarm, model, mortal, until, kill_every_s, say))
+            group.create_task(_tell(done, until, say))
+        after, records = [_held(member) for member in staying], await _settled(model, swarm)
+    left = [
+        record for record in records if record.sessions or record.queue or (record.work and record.work.blocks_used)
+    ]
+    if done["wrong"] or left:
+        raise AssertionError(f"{done['wrong']} wrong texts; something is left on {[record.name for record in left]}")
+    grown = max(now[0] / then[0] for then, now in zip(before, after, strict=True))
+    return Report(
+        experiment="soak",
+        machine=machine(),
+        rows=[
+            Row(configuration="texts that were right", value=done["texts"], unit="texts"),
+            Row(configuration="users who gave up", value=done["left"], unit="users"),
+            Row(configuration="repairs", value=done["repairs"], unit="routes"),
+            Row(configuration="sessions and blocks left", value=len(left), unit="peers"),
+            Row(
+                configuration="file descriptors more, at most",
+                value=max(now[1] - then[1] for then, now in zip(before, after, strict=True)),
+                unit="of a peer",
+            ),
+        ],
+        ratios={"memory_after_vs_before": grown},
+        notes=[f"{seconds:.0f} s, {users} users at a time, a peer killed every {kill_every_s:.0f} s"],
+    )
+
+
+async def _visit(
+    crowd: Users,
+    prompts: Sequence[list[int]],
+    alone: dict[tuple[int, ...], tuple[int, ...]],
+    chance: random.Random,
+    done: dict[str, int],
+) -> None:
+    """One user's text, or a part of it."""
+    prompt = chance.choice(prompts)
+    writing = asyncio.create_task(crowd.write(prompt, TOKENS))
+    if chance.random() < 1 / 3:
+        await asyncio.wait({writing}, timeout=chance.uniform(0.05, 2.0))
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+        done["left"] += 1
+        return
+    written = await writing
+    done["texts"] += 1
+    done["repairs"] += written.repairs
+    done["wrong"] += written.ids != alone[tuple(prompt)]
+
+
+async def _kill(swarm: LocalSwarm, model: Model, mortal: list[Member], until: float, every_s: float, say: Say) -> None:
+    for turn in range(1 << 20):
+        if time.monotonic() + every_s > until:
+            return
+        await asyncio.sleep(every_s)
+        victim = mortal[turn % len(mortal)]
+        say(f"killing {victim.name} ({victim.span})")
+        await asyncio.to_thread(victim.kill)
+        mortal[turn % len(mortal)] = swarm.join(
+            model.package, victim.span or model.manifest.span, initial=[swarm.members[0].address]
+        )
+
+
+async def _tell(done: dict[str, int], until: float, say: Say) -> None:
+    while time.monotonic() < until:
+        await asyncio.sleep(10)
+        say(", ".join(f"{count} {what}" for what, count in done.items()))
+
+
+def _held(member: Member) -> tuple[float, int]:
+    """Resident bytes and open file descriptors of a peer."""
+    process = psutil.Process(member.process.pid)
+    return float(process.memory_info().rss), process.num_fds()
+
+
+async def _settled(model: Model, swarm: LocalSwarm) -> list[PeerRecord]:
+    """What the peers that live say once they have announced themselves again."""
+    await asyncio.sleep(_SETTLE_S)
+    directory = PeerDirectory([Address.parse(swarm.members[0].address)], hello=client_hello())
+    try:
+        return await find_peers(directory, model.manifest.digest, now=time.time())
+    finally:
+        await directory.close()

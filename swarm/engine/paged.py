@@ -1,0 +1,232 @@
+"""The engine that runs the steps of many sessions in one inference, their KV caches in shared blocks.
+
+::
+
+    steps     A: 1 token at 70      B: 40 tokens at 0      C: 1 token at 12
+                 │                     │                      │
+    rows      [  a  │  b b b b ... b b b b b b b b b b  │  c  ]      one graph, one pass over the weights
+                 │                     │                      │
+    blocks    4 1 7                 2 5                    8          attention looks each session's up
+
+A rewind is a smaller length; nothing is moved. A session's numbers depend on the others in the call only by how
+float32 sums are ordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import openvino as ov
+from numpy.typing import NDArray
+
+from swarm.engine.base import Numerics, Step, StepResult
+from swarm.engine.blocks import BlockTable
+from swarm.engine.compose import compose
+from swarm.engine.device import PAGED_ATTENTION, CompiledSpan, compile_span
+from swarm.engine.memory import release_memory
+from swarm.engine.paging import page
+from swarm.engine.steps import StepRules, all_finite
+from swarm.engine.store import KvStore
+from swarm.errors import BadStep, ContextExceeded, EngineError, SwarmError
+from swarm.manifest import Manifest
+from swarm.spans import LayerRange
+
+_WARM_UP_TOKENS = 32
+
+
+class PagedEngine:
+    """`Engine` over a compiled paged graph (`swarm.engine.paging` says what its inputs are)."""
+
+    def __init__(self, compiled: CompiledSpan, manifest: Manifest, span: LayerRange, store: KvStore) -> None:
+        """Raises EngineError where `store` is not for this graph."""
+        self._numerics = compiled.numerics
+        self._span = span
+        self._rules = StepRules(manifest, span)
+        self._context = manifest.context_length
+        self._store = store
+        self._tables = store.tables
+        self._ports = {name: i for i, port in enumerate(compiled.model.inputs) for name in port.get_names()}
+        self._main = "input_ids" if self._rules.takes_tokens else "hidden_states"
+        try:
+            self._request = compiled.model.create_infer_request()
+            store.bind(self._request, compiled.model, span)
+        except (RuntimeError, MemoryError) as error:
+            raise EngineError(f"the device has no room for the span: {error}") from error
+
+    @property
+    def span(self) -> LayerRange:
+        return self._span
+
+    @property
+    def numerics(self) -> Numerics:
+        return self._numerics
+
+    @property
+    def store(self) -> KvStore:
+        return self._store
+
+    def open(self, session: str, max_tokens: int) -> None:
+        """As `Engine` says; blocks are taken as steps need them.
+
+        Raises EngineError if it exists, ContextExceeded beyond the model's context or the whole cache.
+        """
+        most = min(self._context, self._tables.tokens)
+        if max_tokens > most:
+            raise ContextExceeded(f"{max_tokens} positions asked for, and at most {most} are possible: ask for less")
+        self._tables.open(session, max_tokens)
+
+    def length(self, session: str) -> int:
+        return self._tables.find(session).length
+
+    def close(self, session: str) -> None:
+        self._tables.close(session)
+
+    def forward(self, steps: Sequence[Step]) -> list[StepResult]:
+        """As `Engine` says. A step for which no blocks are left gets PeerBusy and changes nothing.
+
+        Where the device fails, all sessions of the call are closed, and EngineError says so.
+        """
+        results: dict[int, StepResult] = {}
+        going: list[tuple[Step, BlockTable]] = []
+        seen: set[str] = set()
+        for place, step in enumerate(steps):
+            try:
+                if step.session in seen:
+                    raise BadStep(f"two steps of session {step.session!r} in one call: send them in turn")
+                seen.add(step.session)
+                going.append((step, self._prepare(step)))
+            except SwarmError as error:
+                results[place] = error
+        if going:
+            try:
+                outputs = self._run(going)
+            except (RuntimeError, MemoryError, EngineError) as error:
+                for step, _ in going:
+                    self.close(step.session)
+                raise EngineError(
+                    f"{len(going)} sessions failed together and were closed ({error}): open them again and feed "
+                    "their known tokens"
+                ) from error
+            for step, table in going:
+                table.commit(step.tokens)
+            left = iter(outputs)
+            return [results[place] if place in results else next(left) for place in range(len(steps))]
+        return [results[place] for place in range(len(steps))]
+
+    def warm_up(self) -> None:
+        """Run a short prompt and one token in a session of its own: see `StatefulEngine.warm_up`."""
+        session = "\0warm-up"
+        count = min(_WARM_UP_TOKENS, self._context - 1, self._tables.tokens - 1)
+        self.open(session, count + 1)
+        try:
+            for start, n in ((0, count), (count, 1)):
+                hidden = None if self._rules.takes_tokens else np.zeros((n, self._rules.hidden_size), np.float32)
+                step = Step(session=session, start=start, tokens=np.zeros(n, np.int32), hidden=hidden)
+                (result,) = self.forward([step])
+                if isinstance(result, SwarmError):
+                    raise result
+        finally:
+            self.close(session)
+
+    def _prepare(self, step: Step) -> BlockTable:
+        self._rules.check(step)
+        table = self._tables.check(step.session, step.start, len(step.tokens))
+        copy = table.prepare(step.start, len(step.tokens))
+        if copy is not None:
+            self._store.copy(*copy)
+        return table
+
+    def _run(self, going: Sequence[tuple[Step, BlockTable]]) -> list[NDArray[np.float32]]:
+        steps = [step for step, _ in going]
+        counts = [len(step.tokens) for step in steps]
+        begins = np.zeros(len(steps) + 1, np.int32)
+        np.cumsum(counts, out=begins[1:])
+        self._feed_main(steps)
+        self._feed("subsequence_begins", begins)
+        self._feed("past_lens", np.array([step.start for step in steps], np.int32))
+        self._feed("position_ids", _positions(steps, begins))
+        blocks = [table.blocks for _, table in going]
+        block_begins = np.zeros(len(steps) + 1, np.int32)
+        np.cumsum([len(each) for each in blocks], out=block_begins[1:])
+        self._feed("block_indices_begins", block_begins)
+        self._feed("block_indices", np.array([block for each in blocks for block in each], np.int32))
+        self._feed("max_context_len", np.array(max(step.end for step in steps), np.int32))
+        if not self._rules.gives_logits:
+            self._request.infer(share_outputs=True)
+            return self._split(self._output(), [len(step.tokens) for step in steps])
+        wanted = [step.rows for step in steps]
+        rows = np.concatenate([np.arange(end - n, end) for end, n in zip(begins[1:], wanted, strict=True)])
+        # one row at least: a graph need not cope with an empty tensor
+        self._feed("logit_rows", rows.astype(np.int64) if len(rows) else np.zeros(1, np.int64))
+        self._request.infer(share_outputs=True)
+        return self._split(self._output()[: len(rows)], wanted)
+
+    def _feed_main(self, steps: Sequence[Step]) -> None:
+        if self._rules.takes_tokens:
+            self._feed(self._main, np.concatenate([step.tokens for step in steps], dtype=np.int64))
+        else:
+            hidden = [step.hidden for step in steps if step.hidden is not None]
+            self._feed(self._main, np.concatenate(hidden) if len(hidden) > 1 else np.ascontiguousarray(hidden[0]))
+
+    def _feed(self, name: str, values: NDArray[np.generic]) -> None:
+        index = self._ports.get(name)
+        if index is not None:  # a span leaves out the inputs that none of its layers reads
+            self._request.set_input_tensor(index, ov.Tensor(values))
+
+    def _output(self) -> NDArray[np.float32]:
+        """[t, hidden] or [m, vocab], the caller's to keep: the next inference overwrites the request's own."""
+        output: NDArray[np.float32] = self._request.get_output_tensor(0).data[:, 0].copy()
+        if not all_finite(output):
+            raise EngineError(f"numbers that are not finite came out in {self._numerics}; try --precision accuracy")
+        return output
+
+    def _split(self, output: NDArray[np.float32], counts: Sequence[int]) -> list[NDArray[np.float32]]:
+        ends = np.cumsum(counts).tolist()
+        return [output[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def _positions(steps: Sequence[Step], begins: NDArray[np.int32]) -> NDArray[np.int64]:
+    """[t] int64: each token's position in its session."""
+    positions = np.arange(begins[-1], dtype=np.int64)
+    positions += np.repeat([step.start for step in steps] - begins[:-1].astype(np.int64), np.diff(begins))
+    return positions
+
+
+def open_paged_engine(
+    package: Path,
+    manifest: Manifest,
+    span: LayerRange,
+    *,
+    kv_tokens: int,
+    store: KvStore | None = None,
+    device: str = "CPU",
+    precision: str = "accuracy",
+    threads: int = 0,
+    cache_dir: Path | None = None,
+) -> PagedEngine:
+    """Compose and compile `span` with paged attention, stand an engine on it and warm it up.
+
+    It has room for `kv_tokens` positions, over all sessions; with `store` it shares that one's. Raises PackageError for
+    the files, EngineError for the device, ConfigError for the settings, UnsupportedModel for a graph that cannot be
+    paged.
+    """
+    compiled = compile_span(
+        page(compose(package, manifest, span, rows_axis=0), manifest.hidden_size),
+        attention_layers=len(span),
+        attention=PAGED_ATTENTION,
+        device=device,
+        precision=precision,
+        threads=threads,
+        cache_dir=cache_dir,
+        cache_key=(manifest.digest, str(span), "paged"),
+    )
+    try:
+        store = store or KvStore(compiled.model, span, tokens=kv_tokens)
+        engine = PagedEngine(compiled, manifest, span, store)
+    except RuntimeError as error:
+        raise EngineError(f"{device} has no paged cache for layers {span}: {error}") from error
+    engine.warm_up()
+    release_memory(package, *([cache_dir] if cache_dir else []))
+    return engine

@@ -1,0 +1,176 @@
+"""Three real peers of a tiny model in this process, and a client that knows them: quick enough for crowds."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from client.config import ClientConfig
+from client.events import Event
+from client.lines import Lines
+from client.pipeline import Pipeline
+from client.planner import Planner
+from peer.config import SessionLimits
+from peer.desk import Desk, Shelf
+from peer.offer import Offer
+from peer.selftest import SelfTest
+from peer.server import PeerServer
+from peer.service import Serving, SpanService
+from swarm.directory import MemoryDirectory
+from swarm.engine.base import Step
+from swarm.engine.choice import EngineKind, open_chosen_engine
+from swarm.engine.compose import open_engine
+from swarm.engine.paged import PagedEngine
+from swarm.engine.spill import Spill
+from swarm.greeting import client_hello, peer_hello
+from swarm.identity import Identity
+from swarm.manifest import Manifest, load_manifest
+from swarm.sampling import Sampling
+from swarm.spans import LayerRange
+from swarm.wire.messages import Hello
+from tests.peer.toy_swarm import until
+
+SPANS = (LayerRange(0, 1), LayerRange(1, 3), LayerRange(3, 4))
+_CLEAR = 1e-3
+"""How far the best token must be ahead for a text to be told apart from one of other rounding."""
+
+
+@dataclass
+class Street:
+    """`services` in the order of the route; `events` are what all clients heard."""
+
+    manifest: Manifest
+    directory: MemoryDirectory
+    services: list[SpanService] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """No session, no step that waits, no block that somebody holds."""
+        loads = [service.load() for service in self.services]
+        return all(
+            load.sessions == load.queue == 0 and load.work is not None and load.work.blocks_used == 0 for load in loads
+        )
+
+    async def empties(self) -> None:
+        await until(lambda: self.is_empty)
+
+    @contextlib.asynccontextmanager
+    async def client(self, key: str | None = "key") -> AsyncIterator[Client]:
+        config = ClientConfig(chunk_tokens=24, prefix_key=key)
+        lines = Lines(hello=client_hello(self.manifest.digest), config=config, clock=time.monotonic)
+        planner = Planner(
+            self.directory, self.manifest, lines=lines, config=config, seed="", clock=time.monotonic, wall=time.time
+        )
+        try:
+            yield Client(self, lines, planner, config)
+        finally:
+            await planner.close()
+            await lines.close()
+
+
+@dataclass
+class Client:
+    street: Street
+    lines: Lines
+    planner: Planner
+    config: ClientConfig
+
+    def pipeline(self, max_tokens: int) -> Pipeline:
+        return Pipeline(
+            planner=self.planner,
+            manifest=self.street.manifest,
+            lines=self.lines,
+            config=self.config,
+            max_tokens=max_tokens,
+            clock=time.monotonic,
+            on_event=self.street.events.append,
+        )
+
+    async def write(self, prompt: Sequence[int], count: int, into: list[int] | None = None) -> list[int]:
+        """`count` tokens after `prompt`, in a session of their own; `into` has those so far."""
+        text = [] if into is None else into
+        pipeline = self.pipeline(len(prompt) + count)
+        try:
+            while len(text) < count:
+                answer = await pipeline.advance([*prompt, *text], Sampling())
+                text.append(int(answer.output.ids[-1]))
+        finally:
+            await pipeline.close()
+        return text
+
+
+@contextlib.asynccontextmanager
+async def street(
+    package: Path, kinds: Sequence[EngineKind], *, kv_tokens: int = 4096, spill: Path | None = None
+) -> AsyncIterator[Street]:
+    """A peer for each of `SPANS` with an engine of its kind and room for `kv_tokens`, then on disk below `spill`."""
+    manifest = load_manifest(package)
+    made = Street(manifest, MemoryDirectory())
+    async with contextlib.AsyncExitStack() as stack:
+        for number, (span, kind) in enumerate(zip(SPANS, kinds, strict=True)):
+            engine = open_chosen_engine(kind, package, manifest, span, kv_tokens=kv_tokens, threads=1)
+            paged = isinstance(engine, PagedEngine)
+            if isinstance(engine, PagedEngine) and spill is not None:
+                engine.store.spill_to(Spill(spill, most_bytes=10_000_000))
+            serving = Serving(
+                manifest=manifest,
+                engine=engine,
+                limits=SessionLimits(kv_total=kv_tokens, reserves=not paged),
+                room=engine.store.tables if isinstance(engine, PagedEngine) else None,
+            )
+            identity = Identity.generate()
+
+            def hello() -> Hello:
+                return peer_hello(model=manifest.digest, name="", incarnation=1)
+
+            service = SpanService(serving, peer_id=identity.peer_id, hello=hello)
+            server = await stack.enter_async_context(PeerServer(identity=identity, hello=hello, desk=Desk(hello=hello)))
+            server.begin(service)
+            await server.start("127.0.0.1", 0)
+            offer = Offer.of(
+                serving,
+                Shelf(package=package, manifest=manifest, entries=()),
+                SelfTest(numerics=str(engine.numerics), layer_time_s=1e-3, prefill_time_s=1e-4, engine=kind),
+                peer_id=identity.peer_id,
+                incarnation=1,
+                device="CPU",
+            )
+            record = offer.record(service.load(), name=f"peer-{number}", addresses=[f"127.0.0.1:{server.port}"])
+            now = time.time()
+            await made.directory.publish(replace(record, announced_at=now, expires_at=now + 250).seal(identity))
+            made.services.append(service)
+        yield made
+
+
+def clear_texts(package: Path, lengths: Sequence[int], count: int) -> list[tuple[list[int], list[int]]]:
+    """Prompts of these lengths and what the unsplit model on the stateful engine writes after each: `count` tokens,
+    none of them a close call."""
+    manifest = load_manifest(package)
+    engine = open_engine(package, manifest, manifest.span, threads=1)
+    random = np.random.default_rng(11)
+    found: list[tuple[list[int], list[int]]] = []
+    while len(found) < len(lengths):
+        prompt = random.integers(3, manifest.vocab_size, lengths[len(found)]).astype(np.int32)
+        engine.open("reference", len(prompt) + count)
+        text: list[int] = []
+        new: NDArray[np.int32] = prompt
+        while len(text) < count:
+            start = len(prompt) + len(text) - 1 if text else 0
+            (logits,) = engine.forward([Step(session="reference", start=start, tokens=new, rows=1)])
+            assert isinstance(logits, np.ndarray)
+            second, first = np.sort(logits[0])[-2:]
+            if first - second < _CLEAR:
+                break
+            text.append(int(logits[0].argmax()))
+            new = np.array(text[-1:], np.int32)
+        engine.close("reference")
+        if len(text) == count:
+            found.append((prompt.tolist(), text))
+    return found

@@ -1,0 +1,129 @@
+"""Many users at once write what each writes alone: on every engine, past a window, with too little memory."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from client.events import Stage
+from swarm.engine.choice import EngineKind
+from swarm.sampling import Sampling
+from tests.cases.street import Client, Street, clear_texts, street
+from tests.peer.toy_swarm import until
+
+Text = tuple[list[int], list[int]]
+COUNT = 16
+LENGTHS = [3, 40, 9, 70, 1, 33, 20, 64, 5, 31, 32, 50, 12, 90, 2, 27]
+
+
+@pytest.fixture(scope="module")
+def package(tiny_packages: Mapping[str, Path]) -> Path:
+    return tiny_packages["mistral"]  # every layer has a window of 8
+
+
+@pytest.fixture(scope="module")
+def texts(package: Path) -> list[Text]:
+    return clear_texts(package, LENGTHS, COUNT)
+
+
+async def crowd(clients: Sequence[Client], texts: Sequence[Text], chance: random.Random) -> None:
+    """All write at once; they come at their own times, and others leave in the middle."""
+
+    async def stays(client: Client, prompt: list[int], expected: list[int]) -> None:
+        await asyncio.sleep(chance.uniform(0, 0.2))
+        assert await client.write(prompt, COUNT) == expected
+
+    async def leaves(client: Client, prompt: list[int]) -> None:
+        got: list[int] = []
+        writing = asyncio.create_task(client.write(prompt[::-1] or prompt, 60, got))
+        enough = chance.randint(1, 5)
+        await until(lambda: len(got) >= enough)
+        writing.cancel()
+        with suppress(asyncio.CancelledError):
+            await writing
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        for number, (prompt, expected) in enumerate(texts):
+            group.create_task(stays(clients[number % len(clients)], prompt, expected))
+            if number % 3 == 0:
+                group.create_task(leaves(clients[number % len(clients)], prompt))
+
+
+def preempted(made: Street) -> int:
+    return sum(service.preempted for service in made.services)
+
+
+@pytest.mark.parametrize("kinds", [("paged",) * 3, ("stateful",) * 3, ("paged", "stateful", "paged")], ids="-".join)
+def test_sixteen_at_once_write_what_each_writes_alone(
+    kinds: Sequence[EngineKind], package: Path, texts: list[Text]
+) -> None:
+    async def story() -> None:
+        async with street(package, kinds) as made, made.client("one") as one, made.client("other") as other:
+            await crowd([one, other], texts, random.Random(1))
+            await made.empties()
+            assert not [event for event in made.events if event.stage is Stage.REPAIRING]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("spills", [False, True], ids=["computed again", "from disk"])
+def test_where_the_cache_is_too_small_for_all_the_young_wait_and_nobody_is_turned_out(
+    spills: bool, package: Path, texts: list[Text], tmp_path: Path
+) -> None:
+    spill = tmp_path if spills else None
+
+    async def story() -> None:
+        async with street(package, ("paged",) * 3, kv_tokens=320, spill=spill) as made, made.client() as client:
+            await crowd([client], texts, random.Random(2))
+            assert preempted(made) > 0
+            told = [event.text for event in made.events if "needed for older sessions" in event.text]
+            assert bool(told) != spills
+            await made.empties()
+
+    asyncio.run(story())
+
+
+def test_a_text_goes_on_from_what_another_session_of_the_same_key_has_left(package: Path, texts: list[Text]) -> None:
+    prompt, expected = texts[LENGTHS.index(90)]
+
+    async def story() -> None:
+        async with street(package, ("paged",) * 3) as made, made.client("mine") as mine, made.client("yours") as yours:
+            for client, reused in ((mine, 0), (mine, 64), (yours, 0)):
+                pipeline = client.pipeline(len(prompt) + COUNT)
+                answer = await pipeline.advance(prompt, Sampling())
+                assert (pipeline.reused, answer.output.ids.tolist()) == (reused, expected[:1])
+                await pipeline.close()
+                assert await client.write(prompt, COUNT) == expected
+            async with made.client(None) as nobody:
+                for _ in range(2):
+                    pipeline = nobody.pipeline(len(prompt) + COUNT)
+                    await pipeline.advance(prompt, Sampling())
+                    assert pipeline.reused == 0
+                    await pipeline.close()
+            await made.empties()
+
+    asyncio.run(story())
+
+
+def test_clients_that_vanish_leave_nothing(package: Path, texts: list[Text]) -> None:
+    async def story() -> None:
+        async with street(package, ("paged",) * 3, kv_tokens=640) as made, made.client() as stays:
+            chance = random.Random(3)
+            for _ in range(4):
+                async with made.client() as goes:
+                    writing = [asyncio.create_task(goes.write(prompt, 100)) for prompt, _ in texts[:6]]
+                    expected = asyncio.create_task(stays.write(texts[7][0], COUNT))
+                    await asyncio.sleep(chance.uniform(0.02, 0.2))
+                    await goes.lines.close()
+                    for task in writing:
+                        task.cancel()
+                    await asyncio.gather(*writing, return_exceptions=True)
+                    assert await expected == texts[7][1]
+            await made.empties()
+
+    asyncio.run(story())

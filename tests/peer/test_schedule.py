@@ -1,0 +1,253 @@
+"""Rounds without a model: nobody starves, budgets are kept, the old get on, everybody ends."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peer.schedule import ALONE, MOST_STEPS, PATIENCE_S, PAUSE_S, SHORT, Cost, Due, InTurn, Portion, Shared
+from swarm.engine.blocks import BlockPool
+from swarm.engine.tables import Tables
+from swarm.errors import UnknownSession
+
+SIZE = 4
+BASE_S, EACH_S = 0.008, 0.001
+"""What the pretended device takes for an inference, and for a token of it."""
+
+
+def due(session: str, tokens: int = 1, *, start: int = 0, client: str = "", age: float = 0.0, at: float = 0.0) -> Due:
+    return Due(
+        session=session, client=client or session, opened_at=age, engine=None, start=start, tokens=tokens, put_at=at
+    )
+
+
+def tables(blocks: int, *sessions: str) -> Tables:
+    made = Tables(BlockPool(blocks, SIZE))
+    for session in sessions:
+        made.open(session, blocks * SIZE)
+    return made
+
+
+def compute(room: Tables, portions: list[Portion[Due]]) -> list[str]:
+    """Do what an engine does with a round; the sessions that must begin again."""
+    lost = []
+    for portion in portions:
+        one = portion.due
+        try:
+            table = room.check(one.session, one.next, portion.count)
+        except UnknownSession:
+            lost.append(one.session)
+            continue
+        table.prepare(one.next, portion.count)
+        table.commit(np.zeros(portion.count, np.int32))
+    return lost
+
+
+def sizes(portions: list[Portion[Due]]) -> dict[str, int]:
+    return {portion.due.session: portion.count for portion in portions}
+
+
+def warmed(room: Tables) -> Shared[Due]:
+    """A schedule that knows what the pretended device takes."""
+    schedule: Shared[Due] = Shared(room)
+    for count in (1, 2, 8, 64, 128, 1, 1):
+        schedule._cost.observe(count, BASE_S + EACH_S * count)
+    return schedule
+
+
+def test_all_short_steps_go_together_and_a_long_one_gets_what_they_can_spare() -> None:
+    room = tables(1000, "a", "b", "c", "long")
+    schedule = warmed(room)
+    for one in (due("long", 900), due("a"), due("b", 5), due("c")):
+        schedule.add(one)
+    portions = schedule.round(0.0)
+    found = sizes(portions)
+    assert found.pop("long") <= 0.5 * (BASE_S + 7 * EACH_S) / EACH_S
+    assert found == {"a": 1, "b": 5, "c": 1}
+    schedule.ran(portions, 0.02, 0.02)
+    assert len(schedule) == 1
+
+
+def test_a_long_step_is_bounded_while_others_write_and_runs_in_large_pieces_alone() -> None:
+    room = tables(1000, "writer", "long")
+    schedule = warmed(room)
+    schedule.add(due("writer"))
+    schedule.ran(schedule.round(0.0), 0.01, 0.0)
+    schedule.add(due("long", 900))
+    assert sizes(schedule.round(0.1))["long"] <= 0.5 * (BASE_S + EACH_S) / EACH_S + 1
+    assert sizes(schedule.round(10.0)) == {"long": ALONE}
+
+
+def test_what_is_beside_a_writer_is_fitted_to_what_rounds_take() -> None:
+    cost = Cost()
+    assert cost.beside(1, 1.5) is None
+    for n in (1, 40, 3, 100):
+        cost.observe(n, BASE_S + EACH_S * n)
+    assert cost.beside(2, 2.0) == pytest.approx((BASE_S + 2 * EACH_S) / EACH_S, abs=1)
+    flat = Cost()
+    for n in (1, 2, 3):
+        flat.observe(n, BASE_S)
+    assert flat.beside(1, 1.5) is None
+
+
+def test_clients_take_turns_whatever_the_number_of_their_sessions() -> None:
+    names = [f"greedy-{i}" for i in range(5)]
+    room = tables(100_000, "modest", *names)
+    schedule = warmed(room)
+    for name in names:
+        schedule.add(due(name, 2000, client="greedy"))
+    schedule.add(due("modest", 2000, client="modest", age=9.0))
+    given_to = {"greedy": 0, "modest": 0}
+    for at in range(30):
+        portions = schedule.round(float(at))
+        compute(room, portions)
+        for portion in portions:
+            given_to[str(portion.due.client)] += portion.count
+        schedule.ran(portions, 0.1, float(at))
+    assert abs(given_to["greedy"] - given_to["modest"]) <= ALONE
+
+
+def test_a_round_is_of_one_engine_and_each_has_its_turn() -> None:
+    room = tables(100, "a", "b")
+    schedule = warmed(room)
+    first, second = due("a", 90), due("b", 90)
+    second.engine = "part"
+    schedule.add(first)
+    schedule.add(second)
+    order = []
+    for at in range(2):
+        portions = schedule.round(float(at))
+        order.append([portion.due.session for portion in portions])
+        schedule.ran(portions, 0.1, float(at))
+    assert sorted(order) == [["a"], ["b"]]
+
+
+def test_without_blocks_the_paused_lose_theirs_then_the_youngest_and_never_the_older() -> None:
+    room = tables(6, "old", "mid", "new", "idle")
+    schedule = warmed(room)
+    for name, age in (("old", 1.0), ("idle", 0.5), ("mid", 2.0), ("new", 3.0)):
+        schedule.add(due(name, SIZE, age=age))
+    portions = schedule.round(0.0)
+    assert compute(room, portions) == []
+    schedule.ran(portions, 0.01, 0.0)
+    assert room.pool.used == 4
+    late = PAUSE_S + 1.0
+    for name, age in (("old", 1.0), ("mid", 2.0), ("new", 3.0)):
+        schedule.add(due(name, SIZE, start=SIZE, age=age, at=late))
+    portions = schedule.round(late)
+    assert (room.held("idle"), schedule.preempted) == (0, 1)
+    assert compute(room, portions) == []
+    schedule.ran(portions, 0.01, late)
+    assert room.pool.used == 6
+    schedule.add(due("old", 2 * SIZE, start=2 * SIZE, age=1.0, at=late))
+    schedule.add(due("mid", SIZE, start=2 * SIZE, age=2.0, at=late))
+    portions = schedule.round(late + 0.1)
+    assert (room.held("new"), schedule.preempted) == (0, 2)
+    assert sizes(portions) == {"old": 2 * SIZE}
+    compute(room, portions)
+    schedule.ran(portions, 0.01, late + 0.1)
+    (waiting,) = schedule._due
+    assert waiting.session == "mid"
+    assert schedule.hopeless(late + 0.2) == []
+    assert schedule.hopeless(late + 0.2 + PATIENCE_S) == [waiting]
+    assert len(schedule) == 0
+
+
+def test_one_after_another_nothing_overtakes() -> None:
+    schedule: InTurn[Due] = InTurn(batch=2)
+    for one in (due("a", 5), due("b"), due("b", start=1), due("c")):
+        schedule.add(one)
+    order = []
+    while len(schedule):
+        portions = schedule.round(0.0)
+        order.append([portion.due.session for portion in portions])
+        schedule.ran(portions, 0.1, 0.0)
+    assert order == [["a", "b"], ["b", "c"]]
+
+
+@dataclass
+class Writer:
+    """A session that reads a prompt and writes a text, token by token, and feeds all again when it is told to."""
+
+    name: str
+    client: str
+    age: float
+    prompt: int
+    text: int
+    known: int = 0
+    cached: int = 0
+    due: Due | None = None
+    restarts: int = 0
+    waits: list[int] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        return self.cached >= self.prompt + self.text
+
+    def next(self, now: float) -> Due:
+        known = max(self.known, self.prompt)
+        self.due = due(self.name, known - self.cached, start=self.cached, client=self.client, age=self.age, at=now)
+        return self.due
+
+
+writers = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(1, 60), st.integers(1, 25), st.integers(0, 30)), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(writers, st.integers(22, 60))
+def test_everybody_ends_and_no_short_step_waits_long(plans: list[tuple[int, int, int, int]], blocks: int) -> None:
+    """Sessions of three clients come at some time; the cache has room for the largest of them, and not for all."""
+    room = Tables(BlockPool(blocks, SIZE))
+    schedule = warmed(room)
+    left = [
+        (start, Writer(name=f"s{i}", client=f"c{client}", age=start + i / 100, prompt=prompt, text=text))
+        for i, (client, prompt, text, start) in enumerate(plans)
+    ]
+    running: list[Writer] = []
+    now, rounds_before = 0.0, 0
+    for turn in itertools.count():
+        assert turn < 20_000, "somebody never ends"
+        for start, writer in [pair for pair in left if pair[0] <= turn]:
+            left.remove((start, writer))
+            room.open(writer.name, blocks * SIZE)
+            running.append(writer)
+        for writer in running:
+            if writer.due is None:
+                schedule.add(writer.next(now))
+        if not running and not left:
+            break
+        oldest = min(running, key=lambda one: one.age).name if running else ""
+        portions = schedule.round(now)
+        counts = [portion.count for portion in portions]
+        assert len({portion.due.session for portion in portions}) == len(portions) <= MOST_STEPS
+        assert sum(count for count in counts if count > SHORT) <= ALONE
+        lost = compute(room, portions)
+        schedule.ran([portion for portion in portions if portion.due.session not in lost], 0.02, now)
+        now += 0.02 if portions else 0.5
+        if portions:
+            rounds_before = 0 if oldest in ("", *sizes(portions)) else rounds_before + 1
+            assert rounds_before < 40, "the oldest waits"
+        for writer in list(running):
+            assert writer.due is not None
+            if writer.name in lost:
+                schedule.remove(writer.due)
+                writer.restarts += 1
+                writer.cached, writer.due = 0, None
+            elif writer.due.left == 0:
+                writer.cached = writer.due.start + writer.due.tokens
+                writer.known, writer.due = writer.cached + 1, None
+                if writer.ended:
+                    running.remove(writer)
+                    schedule.forget(writer.name)
+                    room.close(writer.name)
+        room.pool.forget()
+    assert room.pool.free == blocks
+    assert len(schedule) == 0
+    assert schedule._served == {}
