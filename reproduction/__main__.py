@@ -31,6 +31,10 @@ EXPERIMENTS = {
     "activation_format": "hidden states in f32, f16, bf16 and int8 between hops",
     "k_sweep": "guesses a trip, fixed and adaptive, over three peers at 0, 50 and 100 ms a way",
     "wan": "one token a trip against drafts and windows under way, two far peers, two users",
+    "export_memory": "peak memory of an export by number of layers, and on a checkpoint of 12 GB",
+    "export_speed": "seconds a layer of an export against nncf's own time for it",
+    "weights": "SmolLM2 in each format of weights: size, speed, perplexity",
+    "beam_idx": "speed by context length with and without the beam_idx Gather",
     "precision": "accuracy against performance mode: speed, and how often greedy text differs",
 }
 
