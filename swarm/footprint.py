@@ -57,7 +57,7 @@ def weight_bytes(manifest: Manifest, span: LayerRange, kv: str, graphs: int = 1)
     def on_disk(part: str) -> int:
         return sum(entry.size for entry in manifest.parts[part])
 
-    parts = manifest.span_parts(span)
+    parts = manifest.parts_run_by(span)
     total = sum(layer_bytes(on_disk(layer_part(layer)), manifest.weights, kv) for layer in span)
     again = sum(on_disk(part) for part in parts if part != EMBED)
     total += (graphs - 1) * int(again * _PACKED.get(manifest.weights, _PACKED_OTHERS))

@@ -239,7 +239,7 @@ class Manifest:
                 f"layers {span} divide {divided}, of which later ones read the keys and values of the first: serve "
                 f"all of these or none (boundaries: {', '.join(map(str, self.grid))})"
             )
-        return self._span_parts(span)
+        return self.parts_run_by(span)
 
     def divided_by(self, span: LayerRange) -> LayerRange | None:
         """Layers that belong together and of which `span` has some and lacks others."""
@@ -248,9 +248,10 @@ class Manifest:
 
     def span_bytes(self, span: LayerRange) -> int:
         """Bytes on disk of what `span` runs."""
-        return sum(entry.size for entry in self.files(self._span_parts(span)))
+        return sum(entry.size for entry in self.files(self.parts_run_by(span)))
 
-    def _span_parts(self, span: LayerRange) -> list[str]:
+    def parts_run_by(self, span: LayerRange) -> list[str]:
+        """The same of any span, for counting what it would take."""
         return (
             [EMBED] * (span.first == 0)
             + [layer_part(layer) for layer in span]
