@@ -1,20 +1,20 @@
-"""`swarm export`: a GGUF file or an OpenVINO IR becomes a model package."""
+"""`swarm export`: a checkpoint, a GGUF file or an OpenVINO IR becomes a model package."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from export.source import Progress as Report
+from export.progress import bars
+from export.request import GROUP, Request
+from swarm.errors import ConfigError
 from swarm.manifest import Manifest
+from swarm.spans import LayerRange
 
 Weights = Literal["keep", "int8", "int4", "f16"]
 
@@ -25,9 +25,16 @@ def register(app: typer.Typer) -> None:
 
 
 def export(
-    source: Annotated[Path, typer.Argument(help="A GGUF file, or a directory with openvino_model.xml.")],
-    out: Annotated[Path, typer.Argument(help="The directory to write the package to.")],
+    source: Annotated[
+        Path, typer.Argument(help="A GGUF file, a directory with an OpenVINO IR or a checkpoint, or a hub id.")
+    ],
+    out: Annotated[Path | None, typer.Argument(help="The directory to write the package to.")] = None,
     weights: Annotated[Weights, typer.Option(help="Their format; keep takes the source's.")] = "keep",
+    group_size: Annotated[int, typer.Option(help="Numbers that share a scale in int4.")] = GROUP,
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="int4 without zero points.")] = False,
+    layers: Annotated[str | None, typer.Option(help="A:B: only these layers of a checkpoint, beside OUT.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an export of a checkpoint.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, max=64, help="Processes for a checkpoint, each with its memory.")] = 1,
     name: Annotated[str | None, typer.Option(help="Its name in the swarm; otherwise that of SOURCE.")] = None,
     licence: Annotated[str | None, typer.Option(help="Its licence; otherwise what SOURCE says.")] = None,
     static: Annotated[
@@ -37,39 +44,66 @@ def export(
     chunk: Annotated[
         int | None, typer.Option(metavar="C", help="How many tokens of a prompt those take at a time; usually 64.")
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="First run the layers against SOURCE.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace a package that is at OUT.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="First run the layers against SOURCE, if an IR.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check the package SOURCE instead of writing one.")] = False,
+    against: Annotated[Path | None, typer.Option(help="With --check: the checkpoint to compare with.")] = None,
+    no_beam_idx: Annotated[bool, typer.Option("--no-beam-idx", help="Leave the Gather out, to measure it.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a package, or an unfinished one, at OUT.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Turn a causal language model into a package: a file a layer, so that peers can serve any span of it."""
-    from export.package import export_package  # OpenVINO is not loaded for --help
-    from export.static import static_spec
-    from export.verify import require_exact, verify_package
-
-    differences: list[float] = []
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
-    with _bars(console) as report:
-
-        def check(package: Path, ir: Path) -> None:
-            run = require_exact if weights == "keep" else verify_package
-            differences.append(run(package, ir, progress=report))
-
-        manifest = export_package(
-            source,
-            out,
-            weights=weights,
-            name=name,
-            licence=licence,
-            force=force,
-            static=None if static is None else static_spec(static, chunk),
-            check=check if verify else None,
-            progress=report,
-        )
-    summary = _Summary.of(manifest, out, differences[0] if differences else None)
+    if check:
+        _check(source, against, console, as_json)
+        return
+    if out is None:
+        raise ConfigError("name OUT, the directory to write the package to (or --check, to check the package SOURCE)")
+    if against is not None:
+        raise ConfigError("--against says what --check compares a package with: add --check")
+    request = Request(
+        source=source,
+        out=out,
+        weights=weights,
+        group=group_size,
+        symmetric=symmetric,
+        layers=None if layers is None else LayerRange.parse(layers),
+        resume=resume,
+        jobs=jobs,
+        name=name,
+        licence=licence,
+        force=force,
+        beam_idx=not no_beam_idx,
+        static=static,
+        chunk=chunk,
+    )
+    with bars(console) as report:
+        done = request.run(verify, report)
+    if done.manifest is None:
+        console.print(f"layers {layers} are in {out}.partial: bring the others there and go on with --resume")
+        return
+    summary = _Summary.of(done.manifest, out, done.difference)
     if as_json:
         typer.echo(json.dumps(asdict(summary)))
     else:
         console.print(summary.text(), soft_wrap=True)
+
+
+def _check(package: Path, against: Path | None, console: Console, as_json: bool) -> None:
+    from export.check import PROMPT, check_package  # OpenVINO is not loaded for --help
+
+    with bars(console) as report:
+        found = check_package(package, against, report)
+    if as_json:
+        typer.echo(json.dumps(asdict(found)))
+    else:
+        for part in found.parts:
+            if part.deviation is not None:
+                console.print(f"{part.part:10} deviates by {part.deviation:.2g} of what it adds")
+        console.print(f"{len(found.parts)} parts are whole, run, and have their attention fused: {found.digest[:12]}")
+        if (worst := found.worst) is not None:
+            console.print(f"worst: {worst.part} {worst.deviation:.2g}, its format explains {found.tolerance:g}")
+        console.print("too big to run here" if found.text is None else f"{PROMPT}{found.text}", soft_wrap=True)
+    found.require()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,21 +149,3 @@ class _Summary:
         elif self.max_difference is not None:
             lines.append(f"verified: logits differ from the source's by up to {self.max_difference:.3g}")
         return "\n".join(lines)
-
-
-@contextmanager
-def _bars(console: Console) -> Iterator[Report]:
-    """One bar for each thing that is reported; nothing at all, not even an empty line, where nothing is."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=console)
-    with ExitStack() as stack:
-        tasks: dict[str, TaskID] = {}
-
-        def report(what: str, done: int, total: int) -> None:
-            if not tasks:
-                stack.enter_context(progress)
-            if what not in tasks:
-                tasks[what] = progress.add_task(what, total=None)
-            progress.update(tasks[what], completed=done, total=total or None)
-
-        yield report

@@ -7,6 +7,7 @@ import io
 import logging
 import math
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import openvino as ov
@@ -16,15 +17,35 @@ from swarm.errors import ConfigError, PackageError
 KEEP, INT8, INT4, F16 = "keep", "int8", "int4", "f16"
 CHOICES = (KEEP, INT8, INT4, F16)
 _NAMES = {"i4": INT4, "u4": INT4, "i8": INT8, "u8": INT8, "f16": F16, "bf16": "bf16", "f32": "f32"}
-_GROUP = 128  # numbers that share a scale; smaller where the width is no multiple of it
+GROUP = 128
 
 
-def check_choice(weights: str) -> None:
-    """Raises ConfigError where `weights` is none of CHOICES, or nncf is needed and not there."""
-    if weights not in CHOICES:
-        raise ConfigError(f"weights {weights!r} is not one of {', '.join(CHOICES)}")
-    if weights in (INT8, INT4):
-        _nncf()
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """`weights` is one of CHOICES. Of int4: `group` numbers share a scale (fewer where the width is no multiple of
+    it); `symmetric` leaves out the zero point, which is faster on some devices and less exact.
+
+    Raises ConfigError where that cannot be, or nncf is needed and not there.
+    """
+
+    weights: str = KEEP
+    group: int = GROUP
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        if self.weights not in CHOICES:
+            raise ConfigError(f"weights {self.weights!r} is not one of {', '.join(CHOICES)}")
+        if self.weights != INT4 and (self.group != GROUP or self.symmetric):
+            raise ConfigError(f"--group-size and --symmetric are for --weights {INT4}, not {self.weights}")
+        if not 16 <= self.group <= 4096 or self.group & (self.group - 1):
+            raise ConfigError(f"--group-size {self.group} is none of 16, 32, 64, 128 ... 4096")
+        if self.weights in (INT8, INT4):
+            _nncf()
+
+    def __str__(self) -> str:
+        """As the manifest says it: int4, int4-sym-g64."""
+        sym = "-sym" if self.symmetric else ""
+        return self.weights + sym + (f"-g{self.group}" if self.group != GROUP else "")
 
 
 def weight_format(model: ov.Model) -> str:
@@ -46,21 +67,21 @@ def check_compressible(found: str, weights: str) -> None:
         )
 
 
-def compress(model: ov.Model, weights: str, *, is_layer: bool) -> ov.Model:
+def compress(model: ov.Model, format: Format, *, is_layer: bool) -> ov.Model:
     """Compress the weights of one part. `f16` is done on saving and leaves the model as it is.
 
     With int4 the embedding and the head are int8, as nncf does by itself for a whole model; the
     matrices of a layer are all int4, which nncf has to be told: the last of each graph looks like a head.
     """
-    if weights not in (INT8, INT4):
+    if format.weights not in (INT8, INT4):
         return model
     nncf = _nncf()
     options: dict[str, Any] = {"mode": nncf.CompressWeightsMode.INT8_ASYM}
-    if weights == INT4 and is_layer:
+    if format.weights == INT4 and is_layer:
         fallback = nncf.GroupSizeFallbackMode.ADJUST
         options = {
-            "mode": nncf.CompressWeightsMode.INT4_ASYM,
-            "group_size": _GROUP,
+            "mode": nncf.CompressWeightsMode.INT4_SYM if format.symmetric else nncf.CompressWeightsMode.INT4_ASYM,
+            "group_size": format.group,
             "all_layers": True,
             "advanced_parameters": nncf.AdvancedCompressionParameters(group_size_fallback_mode=fallback),
         }
@@ -68,7 +89,7 @@ def compress(model: ov.Model, weights: str, *, is_layer: bool) -> ov.Model:
         with contextlib.redirect_stdout(io.StringIO()):  # its tables and bars, one of each a layer
             return nncf.compress_weights(model, **options)
     except (RuntimeError, nncf.ValidationError, nncf.InternalError, nncf.UnsupportedModelError) as error:
-        raise PackageError(f"{model.get_friendly_name()} cannot be compressed to {weights}: {error}") from error
+        raise PackageError(f"{model.get_friendly_name()} cannot be compressed to {format}: {error}") from error
 
 
 def _nncf() -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from export.checkpoint import read_json
 from export.source import IR_NAME, UNKNOWN, ModelSource, eos_of_tokenizer, tokenizer_files
-from swarm.errors import DamagedFile, PackageError
+from swarm.errors import PackageError
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
 # Of these families configs without `layer_types` exist: every n-th layer attends to everything.
@@ -28,34 +29,27 @@ def read_ir_source(directory: Path) -> ModelSource:
                 "it, or a GGUF file"
             )
     tokenizer = tokenizer_files(directory)
-    outer = _read_json(directory / "config.json")
+    return ModelSource(ir=ir, tokenizer=tokenizer, **facts(directory, lambda: eos_of_tokenizer(directory)))
+
+
+def facts(directory: Path, last_resort: Callable[[], tuple[int, ...]]) -> dict[str, Any]:
+    """The fields of `ModelFacts`, from config.json, generation_config.json and README.md.
+
+    `last_resort` gives the end-of-text ids where none of these says them.
+    """
+    outer = read_json(directory / "config.json")
     config = outer.get("text_config") or outer
-    generation = _read_json(directory / "generation_config.json")
+    generation = read_json(directory / "generation_config.json")
     eos = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
-    return ModelSource(
-        ir=ir,
-        tokenizer=tokenizer,
-        name=directory.resolve().name,
-        architecture=str(config.get("model_type") or UNKNOWN),
-        origin=str(outer.get("_name_or_path") or directory.resolve().name),
-        licence=_licence(directory / "README.md"),
-        context_length=_context_length(config, directory),
-        eos_token_ids=eos or eos_of_tokenizer(directory),
-        windows=lambda layers: _windows(config, layers),
-    )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """An object, empty where there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise DamagedFile(f"{path} cannot be read as JSON ({error}): fetch it again") from error
-    if not isinstance(value, dict):
-        raise DamagedFile(f"{path} holds no JSON object: fetch it again")
-    return value
+    return {
+        "name": directory.resolve().name,
+        "architecture": str(config.get("model_type") or UNKNOWN),
+        "origin": str(outer.get("_name_or_path") or directory.resolve().name),
+        "licence": _licence(directory / "README.md"),
+        "context_length": _context_length(config, directory),
+        "eos_token_ids": eos or last_resort(),
+        "windows": lambda layers: windows_of(config, layers),
+    }
 
 
 def _ids(value: Any) -> tuple[int, ...]:
@@ -73,7 +67,7 @@ def _context_length(config: dict[str, Any], directory: Path) -> int:
     )
 
 
-def _windows(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
+def windows_of(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
     """A layer too many marked as sliding costs some speed, one too few costs the right text."""
     window = config.get("sliding_window")
     if not isinstance(window, int) or window < 1 or config.get("use_sliding_window") is False:

@@ -6,27 +6,28 @@ whole package or not there. Two exports of one source give the same bytes.
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import openvino as ov
 
-from export import compress
-from export.cut import cut_embed, cut_head, cut_layer, name_new_ops, read_graph
+from export.checkpoint import is_checkpoint
+from export.compress import GROUP, KEEP, Format, check_compressible, weight_format
+from export.cut import cut_embed, cut_head, cut_layer, read_graph
 from export.gguf import read_gguf_source
 from export.graph import CausalGraph, Layer
+from export.layerwise import export_checkpoint
 from export.openvino_ir import read_ir_source
-from export.source import IR_NAME, ModelSource, Progress, last_line, silent, slug
+from export.output import check_free, parts_of, put_in_place, save_part, workspace
+from export.source import IR_NAME, ModelSource, Progress, silent, slug
+from export.stateful import drop_beam_gathers, prepare
 from export.static import check_fits, write_static
 from export.static_check import check_static_layers
 from swarm.errors import ConfigError, PackageError
 from swarm.manifest import (
     EMBED,
-    HEAD,
     MANIFEST,
     TOKENIZER,
     FileEntry,
@@ -35,7 +36,6 @@ from swarm.manifest import (
     StaticSpec,
     describe_file,
     even_grid,
-    layer_part,
 )
 
 Check = Callable[[Path, Path], None]
@@ -45,7 +45,10 @@ def export_package(
     source: Path,
     out: Path,
     *,
-    weights: str = compress.KEEP,
+    weights: str = KEEP,
+    group: int = GROUP,
+    symmetric: bool = False,
+    beam_idx: bool = True,
     name: str | None = None,
     licence: str | None = None,
     force: bool = False,
@@ -53,7 +56,10 @@ def export_package(
     check: Check | None = None,
     progress: Progress = silent,
 ) -> Manifest:
-    """Turn a GGUF file, or a directory with an OpenVINO IR, into the model package `out`.
+    """Turn a GGUF file, or a directory with an OpenVINO IR or a checkpoint, into the model package `out`.
+
+    `beam_idx=False` leaves out the Gather behind the caches, which costs the fused attention: to measure its worth.
+    A checkpoint is left unfinished beside `out` where something goes wrong: `export_checkpoint` can go on with it.
 
     `check(package, ir)` sees the finished package before it gets its name and may raise to refuse it.
     `force` replaces a package at `out`; nothing but a package is ever replaced. With `static` the graphs of those
@@ -62,17 +68,26 @@ def export_package(
     Raises ConfigError for a wrong argument, UnsupportedModel for what cannot be cut, PackageError and
     DamagedFile for what is wrong with files. `out` is then as it was before.
     """
-    compress.check_choice(weights)
-    _check_free(out, force)
+    format = Format(weights=weights, group=group, symmetric=symmetric)
+    if source.is_dir() and is_checkpoint(source) and not (source / IR_NAME).is_file():
+        if check is not None or not beam_idx:
+            raise ConfigError("a checkpoint is compared with `swarm export --check PACKAGE --against CHECKPOINT`")
+        whole = export_checkpoint(
+            source, out, format, name=name, licence=licence, static=static, force=force, progress=progress
+        )
+        assert whole is not None  # only a range of layers gives none
+        return whole
+    check_free(out, force)
     try:
-        with _workspace(out) as work:
+        with workspace(out) as work:
             model = _open(source, work, progress)
+            model = replace(model, ir=prepare(model.ir, work))
             package = work / "package"
             package.mkdir()
-            manifest = _write(model, package, weights, name, licence, static, progress)
+            manifest = _write(model, package, format, name, licence, static, progress, beam_idx=beam_idx)
             if check is not None:
                 check(package, model.ir)
-            _put_in_place(package, out, work)
+            put_in_place(package, out, work)
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
         raise PackageError(f"exporting to {out} failed:{where} {error.strerror}") from error
@@ -92,16 +107,18 @@ def _open(source: Path, work: Path, progress: Progress) -> ModelSource:
 def _write(
     model: ModelSource,
     package: Path,
-    weights: str,
+    format: Format,
     name: str | None,
     licence: str | None,
     static: StaticSpec | None,
     progress: Progress,
+    *,
+    beam_idx: bool,
 ) -> Manifest:
     graph = read_graph(model.ir)
-    found = compress.weight_format(graph.model)
-    compress.check_compressible(found, weights)
-    parts = _write_graphs(model.ir, package, len(graph.layers), weights, progress)
+    found = weight_format(graph.model)
+    check_compressible(found, format.weights)
+    parts = _write_graphs(model.ir, package, len(graph.layers), format, progress, beam_idx=beam_idx)
     parts[TOKENIZER] = tuple(_copy(path, package) for path in model.tokenizer)
     if static is not None:
         check_fits(static, model.context_length)
@@ -111,7 +128,7 @@ def _write(
         architecture=model.architecture,
         source=model.origin,
         licence=licence or model.licence,
-        weights=found if weights == compress.KEEP else weights,
+        weights=found if format.weights == KEEP else str(format),
         hidden_size=graph.hidden_size,
         vocab_size=graph.vocab_size,
         context_length=model.context_length,
@@ -128,31 +145,21 @@ def _write(
 
 
 def _write_graphs(
-    ir: Path, package: Path, layers: int, weights: str, progress: Progress
+    ir: Path, package: Path, layers: int, format: Format, progress: Progress, *, beam_idx: bool
 ) -> dict[str, tuple[FileEntry, ...]]:
     def cut(part: str, layer: int | None) -> ov.Model:
         if layer is not None:
-            return cut_layer(ir, layer)
+            model = cut_layer(ir, layer)
+            return model if beam_idx else drop_beam_gathers(model)
         return cut_embed(ir) if part == EMBED else cut_head(ir)
 
-    plan: list[tuple[str, int | None]] = [(EMBED, None), *((layer_part(i), i) for i in range(layers)), (HEAD, None)]
+    plan = parts_of(layers)
     parts = {}
     for done, (part, layer) in enumerate(plan):
         progress("cutting layers", done, len(plan))
-        parts[part] = _save(cut(part, layer), package / f"{part}.xml", weights, is_layer=layer is not None)
+        parts[part] = save_part(cut(part, layer), package / f"{part}.xml", format, is_layer=layer is not None)
     progress("cutting layers", len(plan), len(plan))
     return parts
-
-
-def _save(model: ov.Model, path: Path, weights: str, *, is_layer: bool) -> tuple[FileEntry, ...]:
-    known = {op.get_friendly_name() for op in model.get_ops()}
-    model = compress.compress(model, weights, is_layer=is_layer)
-    name_new_ops(model, path.stem, known)
-    try:
-        ov.save_model(model, path, compress_to_fp16=weights == compress.F16)
-    except RuntimeError as error:
-        raise PackageError(f"{path} cannot be written: {last_line(error)}") from error
-    return (describe_file(path), describe_file(path.with_suffix(".bin")))
 
 
 def _copy(path: Path, package: Path) -> FileEntry:
@@ -172,31 +179,3 @@ def _spec(layer: Layer, window: int | None) -> LayerSpec:
         value_size=layer.values.shape[3].get_length(),
         window=window,
     )
-
-
-def _check_free(out: Path, force: bool) -> None:
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise ConfigError(f"{out} is a file: name a directory to write the package to")
-    if any(out.iterdir()):
-        if not (out / MANIFEST).is_file():
-            raise ConfigError(f"{out} is not empty and not a model package: name another directory")
-        if not force:
-            raise ConfigError(
-                f"{out} holds a model package already: name another directory, or replace it with --force"
-            )
-
-
-@contextmanager
-def _workspace(out: Path) -> Iterator[Path]:
-    """A directory beside `out`, on the same file system, that is gone afterwards."""
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}.") as work:
-        yield Path(work)
-
-
-def _put_in_place(package: Path, out: Path, work: Path) -> None:
-    if out.exists():
-        os.replace(out, work / "replaced")
-    os.replace(package, out)

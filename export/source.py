@@ -36,16 +36,13 @@ _NOT_SLUG = re.compile(r"[^a-z0-9.]+")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSource:
-    """An IR on disk and what its graph does not say.
+class ModelFacts:
+    """What a manifest says of a model and no graph does.
 
-    `ir` is the .xml file; `tokenizer` the files that `openvino_genai.Tokenizer` reads; `name` not yet
-    a slug; `origin` says where the model came from, without local paths; `windows` gives, for a number
-    of layers, the sliding window of each in tokens, None for full attention.
+    `name` is not yet a slug; `origin` says where the model came from, without local paths; `windows` gives, for a
+    number of layers, the sliding window of each in tokens, None for full attention.
     """
 
-    ir: Path
-    tokenizer: tuple[Path, ...]
     name: str
     architecture: str
     origin: str
@@ -53,6 +50,14 @@ class ModelSource:
     context_length: int
     eos_token_ids: tuple[int, ...]
     windows: Callable[[int], tuple[int | None, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource(ModelFacts):
+    """An IR on disk: `ir` is the .xml file, `tokenizer` the files that `openvino_genai.Tokenizer` reads."""
+
+    ir: Path
+    tokenizer: tuple[Path, ...]
 
 
 def silent(_what: str, _done: int, _total: int) -> None:

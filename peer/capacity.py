@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from swarm.errors import ConfigError
-from swarm.footprint import (
-    EMPTY_PEER_BYTES,
-    USUAL_KV_TOKENS,
-    attention_bytes,
-    in_words,
-    kv_bytes,
-    step_bytes,
-    weight_bytes,
-)
+from swarm.footprint import in_words
+from swarm.footprint import kv_token_bytes as kv_token_bytes
+from swarm.footprint import layers_that_fit as layers_that_fit
+from swarm.footprint import needed_bytes as needed_bytes
+from swarm.footprint import usual_kv_tokens as usual_kv_tokens
 from swarm.manifest import Manifest
 from swarm.spans import LayerRange
 
@@ -21,42 +17,10 @@ from swarm.spans import LayerRange
 _USUAL_LAYER_TIME_S = 1e-3
 
 
-def kv_token_bytes(manifest: Manifest, span: LayerRange, kv: str) -> int:
-    """Bytes that one cached token may take over `span`, attention to it included.
-
-    `kv` as `Numerics.kv` (unknown counts as f32).
-    """
-    return kv_bytes(manifest.kv_elements(span), kv) + attention_bytes(manifest.hidden_size)
-
-
-def usual_kv_tokens(manifest: Manifest, wanted: int | None = None) -> int:
-    """For how many cached tokens a span must leave room; `wanted` is what somebody asked for."""
-    return min(wanted or USUAL_KV_TOKENS, manifest.context_length)
-
-
-def needed_bytes(manifest: Manifest, span: LayerRange, *, kv: str, kv_tokens: int, graphs: int = 1) -> int:
-    """Resident memory of a peer that serves `span`, compiled to so many graphs, with `kv_tokens` cached."""
-    alone = EMPTY_PEER_BYTES + weight_bytes(manifest, span, kv, graphs) + step_bytes(manifest.hidden_size)
-    return alone + kv_tokens * kv_token_bytes(manifest, span, kv)
-
-
 def kv_tokens_beside(manifest: Manifest, span: LayerRange, memory: int, *, kv: str, graphs: int = 1) -> int:
     """Tokens whose KV fits beside `span` in `memory` bytes; 0 where the span itself does not fit."""
     room = memory - needed_bytes(manifest, span, kv=kv, kv_tokens=0, graphs=graphs)
     return max(room, 0) // kv_token_bytes(manifest, span, kv)
-
-
-def layers_that_fit(manifest: Manifest, memory: int, *, kv: str, kv_tokens: int) -> int:
-    """The length of the longest span, wherever it lies, that fits in `memory` bytes; 0 for none."""
-    longest, first = 0, 0
-    for last in range(1, len(manifest.layers) + 1):
-        # A span fits only where each of its parts does: the window never needs to shrink twice for one layer.
-        while first < last:
-            if needed_bytes(manifest, LayerRange(first, last), kv=kv, kv_tokens=kv_tokens) <= memory:
-                break
-            first += 1
-        longest = max(longest, last - first)
-    return longest
 
 
 def service_rates(peers: Iterable[tuple[LayerRange, float]], layers: int) -> list[float]:

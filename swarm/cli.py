@@ -26,7 +26,8 @@ BUG = 70
 
 COMMANDS = {
     "demo": ("swarm.demo:demo", "The main job on this one machine: three peers, one answer, where its time went."),
-    "export": ("export.cli:export", "Write a model package from a GGUF file or an OpenVINO IR."),
+    "export": ("export.cli:export", "Write a model package from a checkpoint, a GGUF file or an OpenVINO IR."),
+    "inspect": ("export.inspect_cli:inspect", "Show what a model package holds, and how much of it fits where."),
     "join": ("peer.cli:join", "Serve layers of a model: begin a swarm, or join one."),
     "bootstrap": ("peer.cli:bootstrap", "Keep a swarm's directory alive without serving layers."),
     "models": ("client.inspect_cli:models", "List what a swarm serves."),

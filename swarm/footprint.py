@@ -57,7 +57,7 @@ def weight_bytes(manifest: Manifest, span: LayerRange, kv: str, graphs: int = 1)
     def on_disk(part: str) -> int:
         return sum(entry.size for entry in manifest.parts[part])
 
-    parts = manifest.span_parts(span)
+    parts = manifest.parts_run_by(span)
     total = sum(layer_bytes(on_disk(layer_part(layer)), manifest.weights, kv) for layer in span)
     again = sum(on_disk(part) for part in parts if part != EMBED)
     total += (graphs - 1) * int(again * _PACKED.get(manifest.weights, _PACKED_OTHERS))
@@ -82,6 +82,39 @@ def step_bytes(hidden_size: int) -> int:
 def attention_bytes(hidden_size: int) -> int:
     """What such a step takes for each token that it attends to: its scores, by heads of 64."""
     return 4 * _STEP_TOKENS * hidden_size // _HEAD_SIZE
+
+
+def kv_token_bytes(manifest: Manifest, span: LayerRange, kv: str) -> int:
+    """Bytes that one cached token may take over `span`, attention to it included.
+
+    `kv` as `Numerics.kv` (unknown counts as f32).
+    """
+    return kv_bytes(manifest.kv_elements(span), kv) + attention_bytes(manifest.hidden_size)
+
+
+def usual_kv_tokens(manifest: Manifest, wanted: int | None = None) -> int:
+    """For how many cached tokens a span must leave room; `wanted` is what somebody asked for."""
+    return min(wanted or USUAL_KV_TOKENS, manifest.context_length)
+
+
+def needed_bytes(manifest: Manifest, span: LayerRange, *, kv: str, kv_tokens: int, graphs: int = 1) -> int:
+    """Resident memory of a peer that serves `span`, compiled to so many graphs, with `kv_tokens` cached."""
+    alone = EMPTY_PEER_BYTES + weight_bytes(manifest, span, kv, graphs) + step_bytes(manifest.hidden_size)
+    return alone + kv_tokens * kv_token_bytes(manifest, span, kv)
+
+
+def layers_that_fit(manifest: Manifest, memory: int, *, kv: str, kv_tokens: int) -> int:
+    """The length of the longest span, wherever it lies, that fits in `memory` bytes; 0 for none."""
+    longest, first = 0, 0
+    for last in range(1, len(manifest.layers) + 1):
+        # A span fits only where each of its parts does: the window never needs to shrink twice for one layer.
+        while first < last:
+            if needed_bytes(manifest, LayerRange(first, last), kv=kv, kv_tokens=kv_tokens) <= memory:
+                break
+            first += 1
+        whole = [at for at in range(first, last) if manifest.divided_by(LayerRange(at, last)) is None]
+        longest = max(longest, last - whole[0] if whole else 0)
+    return longest
 
 
 def share_of(available: int) -> int:

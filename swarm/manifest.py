@@ -61,20 +61,24 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """The attention of one layer. `window` is the sliding window in tokens, None for full attention."""
+    """One layer. `window` is the sliding window in tokens, None for full attention; `experts` how many the layer
+    chooses from, None for an ordinary MLP or where the source does not say."""
 
     kv_heads: int
     key_size: int
     value_size: int
     window: int | None = None
+    experts: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("kv_heads", "key_size", "value_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or not 0 < value <= 1 << 16:
                 raise PackageError(f"manifest: {name} is {value!r}")
-        if self.window is not None and (not isinstance(self.window, int) or self.window < 1):
-            raise PackageError(f"manifest: window is {self.window!r}")
+        for name in ("window", "experts"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise PackageError(f"manifest: {name} is {value!r}")
 
     @property
     def kv_elements(self) -> int:
@@ -131,7 +135,9 @@ class Manifest:
     """A model package, as written by export and read by everyone.
 
     `grid` holds the ascending boundaries, 0 and the layer count included, on which peers place the
-    ends of their spans; `parts` maps a part's name to its files. `static` is None where there are no static graphs.
+    ends of their spans; `parts` maps a part's name to its files. `together` holds half-open (first, last) pairs of
+    layers that only work in one span, because later ones read the keys and values of the first.
+    `static` is None where there are no static graphs.
     """
 
     name: str
@@ -146,6 +152,7 @@ class Manifest:
     layers: tuple[LayerSpec, ...]
     grid: tuple[int, ...]
     parts: Mapping[str, tuple[FileEntry, ...]]
+    together: tuple[tuple[int, int], ...] = ()
     format: int = FORMAT
     static: StaticSpec | None = None
 
@@ -164,6 +171,11 @@ class Manifest:
                 raise PackageError(f"manifest: {name} is {value!r}")
         if list(self.grid) != sorted(set(self.grid)) or (self.grid[:1], self.grid[-1:]) != ((0,), (len(self.layers),)):
             raise PackageError(f"manifest: grid {self.grid} does not ascend from 0 to {len(self.layers)}")
+        for first, last in self.together:
+            if not 0 <= first < last <= len(self.layers):
+                raise PackageError(f"manifest: layers {first}:{last}, said to belong together, are not in the model")
+            if inside := [bound for bound in self.grid if first < bound < last]:
+                raise PackageError(f"manifest: the grid's boundary {inside[0]} divides layers {first}:{last}")
         layers = range(len(self.layers))
         needed = {EMBED, HEAD, TOKENIZER, *map(layer_part, layers), *(map(static_part, layers) if self.static else ())}
         missing = needed - set(self.parts)
@@ -178,8 +190,12 @@ class Manifest:
     def to_json(self) -> bytes:
         """Canonical: equal manifests give equal bytes, and so equal digests."""
         plain = asdict(self) | {"parts": {k: [asdict(f) for f in v] for k, v in self.parts.items()}}
+        # What came later is left out where it says nothing, so that older packages keep their digest.
+        plain["layers"] = [{k: v for k, v in layer.items() if k != "experts" or v} for layer in plain["layers"]]
+        if not self.together:
+            del plain["together"]
         if self.static is None:
-            del plain["static"]  # so that a package without keeps the digest that it always had
+            del plain["static"]
         return json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
     @cached_property
@@ -200,6 +216,7 @@ class Manifest:
                 eos_token_ids=tuple(int(i) for i in plain["eos_token_ids"]),
                 layers=tuple(LayerSpec(**layer) for layer in plain["layers"]),
                 grid=tuple(int(i) for i in plain["grid"]),
+                together=tuple((int(first), int(last)) for first, last in plain.get("together", ())),
                 parts={k: tuple(FileEntry(**f) for f in v) for k, v in plain["parts"].items()},
                 static=StaticSpec(**plain["static"]) if "static" in plain else None,
             )
@@ -211,9 +228,30 @@ class Manifest:
         return list({entry.path: entry for part in parts for entry in self.parts[part]}.values())
 
     def span_parts(self, span: LayerRange) -> list[str]:
-        """The parts that whoever serves `span` runs: embed with layer 0, head with the last layer."""
+        """The parts that whoever serves `span` runs: embed with layer 0, head with the last layer.
+
+        Raises PackageError where the model has no such layers, or where `span` divides layers that belong together.
+        """
         if span.last > len(self.layers):
             raise PackageError(f"layers {span} are not in {self.name}, which has {len(self.layers)}")
+        if divided := self.divided_by(span):
+            raise PackageError(
+                f"layers {span} divide {divided}, of which later ones read the keys and values of the first: serve "
+                f"all of these or none (boundaries: {', '.join(map(str, self.grid))})"
+            )
+        return self.parts_run_by(span)
+
+    def divided_by(self, span: LayerRange) -> LayerRange | None:
+        """Layers that belong together and of which `span` has some and lacks others."""
+        ranges = (LayerRange(first, last) for first, last in self.together)
+        return next((r for r in ranges if r.first < span.first < r.last or r.first < span.last < r.last), None)
+
+    def span_bytes(self, span: LayerRange) -> int:
+        """Bytes on disk of what `span` runs."""
+        return sum(entry.size for entry in self.files(self.parts_run_by(span)))
+
+    def parts_run_by(self, span: LayerRange) -> list[str]:
+        """The same of any span, for counting what it would take."""
         return (
             [EMBED] * (span.first == 0)
             + [layer_part(layer) for layer in span]
@@ -228,10 +266,6 @@ class Manifest:
                 "with --engine stateful"
             )
         return [static_part(layer) for layer in span]
-
-    def span_bytes(self, span: LayerRange) -> int:
-        """Bytes on disk of what `span` runs."""
-        return sum(entry.size for entry in self.files(self.span_parts(span)))
 
     def kv_elements(self, span: LayerRange) -> int:
         """Numbers that one token adds to the KV cache over `span`."""
@@ -255,14 +289,20 @@ def static_file(layer: int, kind: str) -> str:
     return f"{layer_part(layer)}.{kind}.xml"
 
 
-def even_grid(layers: int, ways: int = 8) -> tuple[int, ...]:
-    """Boundaries for about `ways` equal spans.
+def even_grid(layers: int, ways: int = 8, together: Iterable[tuple[int, int]] = ()) -> tuple[int, ...]:
+    """Boundaries for about `ways` equal spans, none of which divides layers that belong `together`.
 
     >>> even_grid(30)
     (0, 4, 8, 11, 15, 19, 22, 26, 30)
+    >>> even_grid(30, together=[(13, 30)])
+    (0, 4, 8, 11, 13, 30)
     """
     ways = min(ways, layers)
-    return tuple(round(i * layers / ways) for i in range(ways + 1))
+    bounds = {round(i * layers / ways) for i in range(ways + 1)}
+    for first, last in together:
+        inside = {bound for bound in bounds if first < bound < last}
+        bounds = (bounds - inside) | ({first, last} if inside else set())
+    return tuple(sorted(bounds))
 
 
 def load_manifest(package: Path) -> Manifest:

@@ -38,7 +38,7 @@ _MAKE_IR = "import sys, openvino_genai; openvino_genai.LLMPipeline(sys.argv[1], 
 
 
 # A test that asks for one of these is marked `model`: `pytest -m "not model"` is the quick half.
-MODEL_FIXTURES = {"smollm2_gguf", "tiny_irs", "tiny_packages"}
+MODEL_FIXTURES = {"smollm2_gguf", "tiny_irs", "tiny_packages", "tiny_checkpoints", "checkpoint_packages"}
 # What the static graphs of the tests' packages attend to, in chunks of how much: (tiny, SmolLM2).
 TINY_STATIC, SMOLLM2_STATIC = (48, 8), (64, 32)
 
@@ -253,6 +253,49 @@ def add_static(package: Path, target: Path, context: int, chunk: int) -> None:
     manifest, spec = load_manifest(target), static_spec(context, chunk)
     parts = {**manifest.parts, **write_static(target, len(manifest.layers), spec)}
     (target / MANIFEST).write_bytes(replace(manifest, parts=parts, static=spec).to_json())
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoints() -> Mapping[str, Path]:
+    """Family -> a tiny random checkpoint, `reference.json` beside it (`tests.export.make_checkpoints`)."""
+
+    def make(work: Path) -> None:
+        run_module("tests.export.make_checkpoints", str(work))
+
+    recipe = (ROOT / "tests" / "export" / "make_checkpoints.py").read_bytes()
+    folder = _made("tiny-checkpoints", [recipe, version("transformers").encode()], make)
+    return {path.name: path for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="session")
+def checkpoint_packages(tiny_checkpoints: Mapping[str, Path]) -> tuple[Mapping[str, Path], Mapping[str, str]]:
+    """(family -> the package of its tiny checkpoint in f32, family -> why it was refused)."""
+    source = tiny_checkpoints["llama"].parent
+
+    def make(work: Path) -> None:
+        (work / "packages").mkdir()
+        told = run_module("tests.export.export_checkpoints", str(source), str(work / "packages"))
+        (work / "refused.json").write_text(told)
+
+    folder = _made("checkpoint-packages", [*_exporter(), str(source).encode()], make)
+    packages = {
+        path.name: path for path in sorted((folder / "packages").iterdir()) if (path / "manifest.json").exists()
+    }
+    return packages, json.loads((folder / "refused.json").read_text())
+
+
+def run_module(module: str, *arguments: str) -> str:
+    """In a child: the imports take longer than the models, and torch stays out of this process."""
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    if done.returncode:
+        pytest.fail(f"{module} failed:\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def made(kind: str, make: Callable[[Path], None]) -> Path:
+    """The directory that `make` fills, made once for this exporter."""
+    return _made(kind, _exporter(), make)
 
 
 def _exporter() -> list[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -148,3 +149,11 @@ def test_the_layers_that_nobody_serves_are_counted() -> None:
 def test_the_usual_cache_is_no_longer_than_the_context() -> None:
     assert usual_kv_tokens(TOY) == 2048
     assert usual_kv_tokens(TOY, 10**6) == TOY.context_length
+
+
+def test_layers_that_belong_together_are_taken_together_or_not_at_all() -> None:
+    toy = replace(TOY, together=((10, 30),), grid=even_grid(30, together=((10, 30),)))
+    served = service_rates([(LayerRange(0, 10), 1e-3)], 30)
+    assert choose_span(toy, PLENTY, served=served, kv="f32", kv_tokens=1024) == LayerRange(10, 30)
+    room = needed_bytes(toy, LayerRange(5, 25), kv="f32", kv_tokens=1024)
+    assert layers_that_fit(toy, room, kv="f32", kv_tokens=1024) < 20  # 20 in a row fit, but none that are whole

@@ -291,3 +291,26 @@ def test_sizes_of_static_graphs_that_cannot_be_are_named(given: dict[str, Any], 
     raw = a_manifest().to_json().decode()
     with pytest.raises(PackageError, match=name):
         Manifest.from_json(raw.replace('{"arch', json.dumps({"static": given})[:-1] + ',"arch', 1).encode())
+
+
+def test_layers_that_read_each_others_cache_are_kept_in_one_span() -> None:
+    layers = LAYERS
+    manifest = a_manifest(together=((1, layers),), grid=(0, 1, layers))
+    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert manifest.span_parts(LayerRange(1, layers))[0] == layer_part(1)
+    with pytest.raises(PackageError, match=rf"layers 0:2 divide 1:{layers}, .* serve all of these or none"):
+        manifest.span_parts(LayerRange(0, 2))
+
+
+def test_a_grid_that_divides_such_layers_is_refused() -> None:
+    with pytest.raises(PackageError, match=rf"the grid's boundary 2 divides layers 1:{LAYERS}"):
+        a_manifest(together=((1, LAYERS),), grid=(0, 1, 2, LAYERS))
+
+
+def test_what_a_manifest_does_not_say_leaves_its_digest_as_it_was() -> None:
+    plain = json.loads(a_manifest().to_json())
+    assert "together" not in plain
+    assert "experts" not in plain["layers"][0]
+    experts = a_manifest(layers=(LayerSpec(kv_heads=2, key_size=8, value_size=8, experts=4),) * LAYERS)
+    assert Manifest.from_json(experts.to_json()) == experts
+    assert experts.digest != a_manifest().digest

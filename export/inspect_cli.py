@@ -1,0 +1,22 @@
+"""`swarm inspect`: what a package holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def inspect(
+    package: Annotated[Path, typer.Argument(help="A directory with a model package.")],
+    memory: Annotated[list[float] | None, typer.Option(help="GB of a peer's memory; say it several times.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show a package's layers, sizes, formats, cache a token, and how many layers fit in a machine."""
+    from export.inspect import as_json as plain
+    from export.inspect import as_text, describe
+
+    description = describe(package, tuple(int(gigabytes * 10**9) for gigabytes in memory or ()))
+    typer.echo(json.dumps(plain(description)) if as_json else as_text(description))

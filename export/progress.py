@@ -1,0 +1,68 @@
+"""What a person sees of an export: for each thing that is done a bar, memory and time left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import psutil
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from export.source import Progress as Report
+from swarm.footprint import in_words
+
+
+class _Memory(ProgressColumn):
+    """Resident memory of this process and of those that it started."""
+
+    max_refresh = 1.0
+
+    def render(self, task: Task) -> Text:
+        return Text(in_words(_resident()), style="dim")
+
+
+@contextmanager
+def bars(console: Console) -> Iterator[Report]:
+    """One bar for each thing that is reported; nothing at all, not even an empty line, where nothing is."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        _Memory(),
+    )
+    progress = Progress(*columns, console=console)
+    with ExitStack() as stack:
+        tasks: dict[str, TaskID] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if not tasks:
+                stack.enter_context(progress)
+            if what not in tasks:
+                tasks[what] = progress.add_task(what, total=None)
+            progress.update(tasks[what], completed=done, total=total or None)
+
+        yield report
+
+
+def _resident() -> int:
+    own = psutil.Process()
+    total = 0
+    for process in (own, *own.children(recursive=True)):
+        with suppress(psutil.Error):
+            total += int(process.memory_info().rss)
+    return total

@@ -1,0 +1,130 @@
+"""What `swarm export` was asked for, and which way leads there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from export.source import Progress
+from swarm.errors import ConfigError
+from swarm.manifest import Manifest, StaticSpec
+from swarm.spans import LayerRange
+
+if TYPE_CHECKING:
+    from export.journal import Journal
+    from export.layerwise import Work
+
+GROUP = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """`manifest` is None where only some layers were exported; `difference` of a logit, where it was verified."""
+
+    manifest: Manifest | None
+    difference: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options of the command. `layers`, `resume` and `jobs` are for checkpoints alone."""
+
+    source: Path
+    out: Path
+    weights: str = "keep"
+    group: int = GROUP
+    symmetric: bool = False
+    layers: LayerRange | None = None
+    resume: bool = False
+    jobs: int = 1
+    name: str | None = None
+    licence: str | None = None
+    force: bool = False
+    beam_idx: bool = True
+    static: int | None = None
+    chunk: int | None = None
+
+    def run(self, verify: bool, progress: Progress) -> Done:
+        """Raises what `export.package.export_package` and `export.layerwise.export_checkpoint` raise."""
+        from export.checkpoint import fetch_checkpoint, is_checkpoint  # OpenVINO is not loaded for --help
+
+        directory, origin = self.source, None
+        if not self.source.exists() and _is_hub_id(self.source):
+            progress(f"fetching {self.source}", 0, 0)
+            directory, origin = fetch_checkpoint(str(self.source)), str(self.source)
+        if directory.is_dir() and is_checkpoint(directory) and not (directory / "openvino_model.xml").is_file():
+            return Done(manifest=self._from_checkpoint(directory, origin, verify, progress))
+        if self.layers is not None or self.resume or self.jobs > 1:
+            raise ConfigError(f"--layers, --resume and --jobs are for checkpoints; {self.source} is cut in one go")
+        return self._from_graph(verify, progress)
+
+    def _from_checkpoint(
+        self, directory: Path, origin: str | None, verify: bool, progress: Progress
+    ) -> Manifest | None:
+        from export.compress import Format
+        from export.layerwise import export_checkpoint
+
+        if verify or not self.beam_idx:
+            raise ConfigError(
+                "--verify and --no-beam-idx are for graphs; a checkpoint is compared with "
+                "`swarm export --check PACKAGE --against CHECKPOINT`"
+            )
+        return export_checkpoint(
+            directory,
+            self.out,
+            Format(weights=self.weights, group=self.group, symmetric=self.symmetric),
+            name=self.name,
+            licence=self.licence,
+            origin=origin,
+            layers=self.layers,
+            resume=self.resume,
+            force=self.force,
+            static=self._static(),
+            make=self._make_in_jobs if self.jobs > 1 else None,
+            progress=progress,
+        )
+
+    def _from_graph(self, verify: bool, progress: Progress) -> Done:
+        from export.package import export_package
+        from export.verify import require_exact, verify_package
+
+        differences: list[float] = []
+
+        def check(package: Path, ir: Path) -> None:
+            run = require_exact if self.weights == "keep" else verify_package
+            differences.append(run(package, ir, progress=progress))
+
+        manifest = export_package(
+            self.source,
+            self.out,
+            weights=self.weights,
+            group=self.group,
+            symmetric=self.symmetric,
+            beam_idx=self.beam_idx,
+            name=self.name,
+            licence=self.licence,
+            force=self.force,
+            static=self._static(),
+            check=check if verify else None,
+            progress=progress,
+        )
+        return Done(manifest=manifest, difference=differences[0] if differences else None)
+
+    def _static(self) -> StaticSpec | None:
+        from export.static import static_spec
+
+        return None if self.static is None else static_spec(self.static, self.chunk)
+
+    def _make_in_jobs(self, work: Work, journal: Journal, parts: Sequence[str], progress: Progress) -> None:
+        from export.jobs import even_shares, run_jobs
+
+        command = ["export", str(self.source), str(self.out), "--weights", self.weights, "--resume", "--force"]
+        command += ["--group-size", str(self.group), *(["--symmetric"] if self.symmetric else [])]
+        span = self.layers or LayerRange(0, work.layers)
+        run_jobs(command, even_shares(span, self.jobs), journal, len(parts), progress)
+
+
+def _is_hub_id(path: Path) -> bool:
+    return len(path.parts) == 2 and not path.is_absolute() and path.parts[0] not in (".", "..", "~")

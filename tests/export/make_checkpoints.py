@@ -1,0 +1,116 @@
+"""Makes tiny random checkpoints, with what transformers says: `python -m tests.export.make_checkpoints DIRECTORY`.
+
+::
+
+    DIRECTORY/FAMILY/                a checkpoint as a hub holds it: config, safetensors, tokenizer
+    DIRECTORY/FAMILY/reference.json  {"prompt": ids, "greedy": ids that transformers continues with in f32, eager}
+
+Weights are larger than at the start of a training, so that attention, windows, sinks and caps show in the text.
+One child process makes all: the imports take longer than the models.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from export.torch_stack import load_transformers, quiet
+
+LAYERS, HIDDEN, CONTEXT, WINDOW = 4, 64, 256, 8
+PROMPT_TOKENS, NEW_TOKENS = 20, 12  # both longer than the window
+_SPECIALS = ["<pad>", "<s>", "</s>"]
+_PATTERN = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+
+
+def configs(transformers: Any, vocab_size: int) -> dict[str, Any]:
+    """Family -> config, each with what the family has beside a plain decoder's layers."""
+    common = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": CONTEXT,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    experts = {"num_experts_per_tok": 2}
+    pattern = {"head_dim": 16, "sliding_window": WINDOW, "layer_types": _PATTERN}
+    llama3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    longrope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0 + 0.05 * i for i in range(8)],
+        "long_factor": [1.5 + 0.3 * i for i in range(8)],
+    }
+    t = transformers
+    return {
+        "llama": t.LlamaConfig(**common, rope_parameters={**llama3, "original_max_position_embeddings": 64}),
+        "mistral": t.MistralConfig(**common, sliding_window=WINDOW),
+        "mixtral": t.MixtralConfig(**common, **experts, num_local_experts=4),
+        "qwen2": t.Qwen2Config(**common, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2),
+        "qwen3": t.Qwen3Config(**common, head_dim=32, tie_word_embeddings=True),
+        "qwen3_moe": t.Qwen3MoeConfig(
+            **common, **experts, head_dim=32, num_experts=4, moe_intermediate_size=32, mlp_only_layers=[1]
+        ),
+        "phi3": t.Phi3Config(**common, original_max_position_embeddings=64, rope_parameters=longrope),
+        "gemma2": t.Gemma2Config(**common, **pattern, query_pre_attn_scalar=16),
+        "gemma3_text": t.Gemma3TextConfig(**common, **pattern, query_pre_attn_scalar=16),
+        "gpt_oss": t.GptOssConfig(**common, **experts, **pattern, num_local_experts=4),
+        "granite": t.GraniteConfig(
+            **common, embedding_multiplier=12.0, logits_scaling=8.0, residual_multiplier=0.22, attention_multiplier=0.1
+        ),
+        "olmo2": t.Olmo2Config(**common),
+        "smollm3": t.SmolLM3Config(**common, no_rope_layers=[1, 1, 0, 1]),
+    }
+
+
+def main(directory: Path) -> None:
+    transformers = load_transformers()
+    tokenizer = _tokenizer(transformers)
+    with quiet():
+        for family, config in configs(transformers, len(tokenizer)).items():
+            _make(transformers, config, directory / family)
+            tokenizer.save_pretrained(directory / family)
+
+
+def _make(transformers: Any, config: Any, target: Path) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.dim() == 1:
+                weights.add_(torch.randn_like(weights) * 0.1)
+            else:
+                weights.mul_(4)
+    model.save_pretrained(target)
+    (target / "README.md").write_text("---\nlicense: mit\n---\nRandom weights.\n")
+    prompt = [i * 7919 % config.vocab_size for i in range(3, 3 + PROMPT_TOKENS)]
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(NEW_TOKENS):  # the whole text each time: nothing of a cache, and no end-of-text
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    (target / "reference.json").write_text(json.dumps({"prompt": prompt, "greedy": ids[PROMPT_TOKENS:]}))
+
+
+def _tokenizer(transformers: Any) -> Any:
+    """Byte-level, without merges."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # type: ignore[import-untyped]
+
+    letters = [*_SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    plain = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    pad, begin, end = _SPECIALS
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=plain, pad_token=pad, bos_token=begin, eos_token=end)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,38 @@
+"""Blocks of rows, compressed apart, are the matrix compressed as one."""
+
+from __future__ import annotations
+
+import numpy as np
+import openvino as ov
+import pytest
+from openvino import opset15 as op
+
+from export.compress import Format
+from export.pieces import Piece
+from export.rows import compress_rows
+
+ROWS, WIDTH = 100, 32
+MATRIX = np.random.default_rng(0).normal(0, 1, (ROWS, WIDTH)).astype(np.float32)
+
+
+def head(first: int, last: int) -> Piece:
+    hidden = op.parameter([-1, -1, WIDTH], ov.Type.f32, name="hidden_states")
+    logits = op.result(op.matmul(hidden, op.constant(MATRIX[first:last]), False, True))
+    return Piece(model=ov.Model([logits], [hidden], "head"), facts={"vocab_size": last - first}, alive=[])
+
+
+@pytest.mark.parametrize("block", [1500, 128 * ROWS // 2, 1 << 20])
+def test_the_bytes_are_the_same_whatever_the_block(block: int) -> None:
+    format = Format(weights="int8")
+    whole = compress_rows(head, ROWS, 4 * WIDTH, format, block=1 << 30)
+    blocks = compress_rows(head, ROWS, 4 * WIDTH, format, block=block)
+    assert blocks.facts == whole.facts == {"vocab_size": ROWS}
+    for found, expected in zip(_constants(blocks.model), _constants(whole.model), strict=True):
+        assert np.array_equal(found, expected)
+    assert [n.get_friendly_name() for n in blocks.model.get_ordered_ops()] == [
+        n.get_friendly_name() for n in whole.model.get_ordered_ops()
+    ]
+
+
+def _constants(model: ov.Model) -> list[np.ndarray]:
+    return [np.array(node.data) for node in model.get_ordered_ops() if node.get_type_name() == "Constant"]
