@@ -8,6 +8,7 @@ code; anything else is a bug of this program, whose traceback goes to a file.
 from __future__ import annotations
 
 import importlib
+import signal
 import traceback
 from collections.abc import Sequence
 from datetime import datetime
@@ -145,5 +146,9 @@ def _swarm(
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code: `sys.argv` where no `arguments` are given."""
     telemetry.switch_off()
-    typer.main.get_command(app).main(args=arguments, prog_name="swarm")
+    try:
+        typer.main.get_command(app).main(args=arguments, prog_name="swarm")
+    finally:
+        # What was to be done is done: a Ctrl-C while the interpreter goes down does not change how it ended.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise SystemExit(0)

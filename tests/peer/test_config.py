@@ -47,7 +47,7 @@ def test_a_senseless_setting_is_named(field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("engine", "device", "kind"),
     [
-        ("auto", "CPU", "stateful"),
+        ("auto", "CPU", "paged"),
         ("auto", "GPU.0", "stateful"),
         ("auto", "NPU", "static"),
         ("static", "CPU", "static"),

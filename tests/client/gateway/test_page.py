@@ -17,7 +17,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from client.gateway.keys import Keys
-from swarm.child import module_command
+from swarm.child import module_command, module_environment
 from swarm.localswarm import LISTENING, LocalSwarm, Member
 from tests.client.gateway.browser import PATIENCE_MS, PHONE, Visitor, chromium
 from tests.client.gateway.toy_gateway import toy_gateway
@@ -59,7 +59,11 @@ def served(tmp_path_factory: pytest.TempPathFactory, smollm2_package: Path) -> I
         command = [*module_command("swarm.tether"), str(os.getpid()), "serve", "--all", "--listen", "127.0.0.1:0"]
         words = [*command, "--initial-peer", first.address]
         process = subprocess.Popen(
-            [*words, "--json", "--temperature", "0"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+            [*words, "--json", "--temperature", "0"],
+            cwd=ROOT,
+            env=module_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
         )
         try:
             assert process.stdout is not None

@@ -18,7 +18,7 @@ import openai
 import psutil
 import pytest
 
-from swarm.child import module_command
+from swarm.child import module_command, module_environment
 from swarm.localswarm import LocalSwarm, Member
 from tests.conftest import ChatIds, GreedyReference
 from tests.harness import ROOT, local_swarm, swarm_command, wait_until
@@ -46,7 +46,11 @@ def served(tmp_path_factory: pytest.TempPathFactory, smollm2_package: Path) -> I
         command = [*module_command("swarm.tether"), str(os.getpid()), "serve", "--all", "--listen", "127.0.0.1:0"]
         words = [*command, "--initial-peer", swarm.addresses[0]]
         process = subprocess.Popen(
-            [*words, "--json", "--temperature", "0"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+            [*words, "--json", "--temperature", "0"],
+            cwd=ROOT,
+            env=module_environment(),
+            stdout=subprocess.PIPE,
+            text=True,
         )
         try:
             assert process.stdout is not None
