@@ -59,7 +59,8 @@ def _written(model: Model, prompt: list[int], sampling: Sampling) -> tuple[list[
     """The line of a text, and the logits [TOKENS, vocab] of each of its tokens."""
     engine = open_engine(model.package, model.manifest, model.manifest.span)
     engine.open("text", len(prompt) + TOKENS)
-    line, fed, rows = list(prompt), 0, []
+    line, fed = list(prompt), 0
+    rows: list[NDArray[np.float32]] = []
     while len(rows) < TOKENS:
         (logits,) = engine.forward([Step(session="text", start=fed, tokens=np.array(line[fed:], np.int32), rows=1)])
         assert isinstance(logits, np.ndarray)

@@ -26,8 +26,8 @@ async def draft_with(
         return guesser
 
     async with client.session(max_tokens=len(client.encode(prompt)) + count) as session:
-        (drafts,) = client._open.values()
-        drafts.guesser = given  # type: ignore[method-assign, assignment]
+        (opened,) = client._open.values()
+        opened.drafts.guesser = given  # type: ignore[method-assign, assignment]
         return await collect(session.stream(prompt, GenerationConfig(max_new_tokens=count, ignore_eos=True)))
 
 

@@ -47,7 +47,7 @@ def sleep_at_the_hop(seconds: float, _: float) -> None:
             await asyncio.sleep(seconds)
         await deliver(lane, *given)
 
-    Lane._serve, Lane._deliver = late_serve, late_deliver  # type: ignore[method-assign]
+    Lane._serve, Lane._deliver = late_serve, late_deliver  # type: ignore[method-assign, assignment]
 
 
 def proxy_before_the_peer(seconds: float, bytes_per_s: float) -> None:
@@ -61,7 +61,7 @@ def proxy_before_the_peer(seconds: float, bytes_per_s: float) -> None:
         running.add(asyncio.create_task(serve_proxy(listening, host, port, seconds, bytes_per_s)))
         return [f"{host}:{listening.getsockname()[1]}"]
 
-    join.advertised_addresses = advertised  # type: ignore[attr-defined]
+    join.advertised_addresses = advertised  # type: ignore[attr-defined, assignment]
 
 
 async def serve_proxy(listening: socket.socket, host: str, port: int, seconds: float, bytes_per_s: float) -> None:

@@ -73,7 +73,7 @@ class Users:
                 times.append(time.perf_counter())
                 known.append(int(answer.output.ids[-1]))
                 if left > 1:
-                    pipeline.go_on(known, GREEDY)
+                    pipeline.send_ahead(len(known) - 1, known[-1:], GREEDY)
         finally:
             await pipeline.close()
         return Written(ids=tuple(known[len(prompt) :]), began=began, times=tuple(times), repairs=pipeline.repairs)
