@@ -27,7 +27,7 @@ async def draft_with(
 
     async with client.session(max_tokens=len(client.encode(prompt)) + count) as session:
         (opened,) = client._open.values()
-        opened.drafts.guesser = given  # type: ignore[method-assign, assignment]
+        opened.drafts.guesser = given  # type: ignore[method-assign]
         return await collect(session.stream(prompt, GenerationConfig(max_new_tokens=count, ignore_eos=True)))
 
 
