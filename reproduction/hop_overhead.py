@@ -86,7 +86,7 @@ def run(say: Say) -> Report:
         },
         goals={"two_peers_vs_in_process": (">=", 0.90)},
         notes=[
-            "the chain in one process and the two peers run the stateful engine; the paged one is what `swarm join` takes",
+            "chain and two peers run the stateful engine; the paged one is what `swarm join` takes",
             "published: 13 ms wrapper and dispatch and 6 ms network of a 61 ms token over two nodes, by Wi-Fi",
             f"{TOKENS} tokens after a prompt of {len(prompt)}; both gave one text; the client shares the peers' cores",
         ],
