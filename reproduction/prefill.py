@@ -14,14 +14,18 @@ LENGTH = 2000
 def run(say: Say, *, length: int = LENGTH, rounds: int = ROUNDS) -> Report:
     model = smollm2(say)
     single = Single(model)
-    (prompt,) = prompts_of(1, length)
+    # another each time: both keep the cache of the last one
+    prompts = iter(prompts_of(2 * (rounds + 1), length))
     with crowd_on(model, 2) as crowd:
 
         def peers() -> float:
-            written = crowd.write(prompt, 1)
+            written = crowd.write(next(prompts), 1)
             return length / (written.times[0] - written.began)
 
-        samples = interleaved({"mono": lambda: length / single.write(prompt, 1)[1], "two_peers": peers}, say, rounds)
+        def mono() -> float:
+            return length / single.write(next(prompts), 1)[1]
+
+        samples = interleaved({"mono": mono, "two_peers": peers}, say, rounds)
     middle = medians(samples)
     return Report(
         experiment="prefill",
