@@ -61,8 +61,9 @@ def open_chosen_engine(
 ) -> Engine:
     """The engine of `kind` on `span`, compiled and warm.
 
-    A paged one has room for `kv_tokens`, over all sessions; with `store` it shares that one's. Raises PackageError,
-    EngineError, ConfigError, UnsupportedModel for a graph that cannot be paged.
+    A paged one has room for `kv_tokens`, over all sessions; with `store` it shares that one's. What can be read back
+    is kept compiled in `cache_dir`, which a paged graph cannot. Raises PackageError, EngineError, ConfigError,
+    UnsupportedModel for a graph that cannot be paged.
     """
     # Each engine is loaded where it is wanted alone.
     if kind == "paged":
@@ -77,7 +78,6 @@ def open_chosen_engine(
             device=device,
             precision=precision,
             threads=threads,
-            cache_dir=cache_dir,
         )
     if kind == "static":
         from swarm.engine.static import open_static_engine as open_engine

@@ -204,13 +204,15 @@ def open_paged_engine(
     device: str = "CPU",
     precision: str = "accuracy",
     threads: int = 0,
-    cache_dir: Path | None = None,
 ) -> PagedEngine:
     """Compose and compile `span` with paged attention, stand an engine on it and warm it up.
 
-    It has room for `kv_tokens` positions, over all sessions; with `store` it shares that one's. Raises PackageError for
-    the files, EngineError for the device, ConfigError for the settings, UnsupportedModel for a graph that cannot be
-    paged.
+    It has room for `kv_tokens` positions, over all sessions; with `store` it shares that one's. Its graph is compiled
+    anew each time: the CPU plugin (OpenVINO 2026.4.1) leaves an attention's head counts out of a blob and then cannot
+    read it back, so a cache would be written in vain and every graph compiled twice.
+
+    Raises PackageError for the files, EngineError for the device, ConfigError for the settings, UnsupportedModel for a
+    graph that cannot be paged.
     """
     compiled = compile_span(
         page(compose(package, manifest, span, rows_axis=0), manifest.hidden_size),
@@ -219,8 +221,6 @@ def open_paged_engine(
         device=device,
         precision=precision,
         threads=threads,
-        cache_dir=cache_dir,
-        cache_key=(manifest.digest, str(span), "paged"),
     )
     try:
         store = store or KvStore(compiled.model, span, tokens=kv_tokens)
@@ -228,5 +228,5 @@ def open_paged_engine(
     except RuntimeError as error:
         raise EngineError(f"{device} has no paged cache for layers {span}: {error}") from error
     engine.warm_up()
-    release_memory(package, *([cache_dir] if cache_dir else []))
+    release_memory(package)
     return engine

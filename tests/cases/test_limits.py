@@ -84,11 +84,11 @@ def test_a_long_prompt_comes_through_a_slow_peer_in_chunks_with_progress_and_wit
 ) -> None:
     """A deadline for one token would be over before a chunk is computed."""
     diary = Diary()
-    chunk, tokens = 256, 2000
+    chunk, tokens = 256, 1100
 
     async def story() -> tuple[list[int], list[Piece], list[int]]:
         async with await connect(standing_swarm, diary, chunk_tokens=chunk, step_floor_s=0.5) as client:
-            text = "The bees of the garden went out to see the flowers. " * 200
+            text = "The bees of the garden went out to see the flowers. " * 110
             prompt = client.encode(text, raw=True)[:tokens]
             text = client.tokenizer.decode(prompt)
             expected = asyncio.create_task(asyncio.to_thread(greedy_reference, prompt, 3))

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openvino as ov
 import pytest
 from numpy.typing import NDArray
 
 from swarm.engine.base import Step
 from swarm.engine.blocks import first_name, names_of, pack_names
-from swarm.engine.choice import engines_to_try
-from swarm.engine.compose import open_engine
+from swarm.engine.choice import engines_to_try, open_chosen_engine
+from swarm.engine.compose import compose, open_engine
 from swarm.engine.paged import PagedEngine, open_paged_engine
+from swarm.engine.paging import page
 from swarm.engine.stateful import StatefulEngine
 from swarm.engine.store import KvStore
 from swarm.errors import BadStep, ConfigError, ContextExceeded, EngineError, PeerBusy, SwarmError, UnknownSession
@@ -50,6 +52,20 @@ def begin(engine: PagedEngine, session: str, first: bytes, names: list[bytes]) -
     engine.open(session, 150)
     packed = pack_names(first, names, most=1 << 15)
     return len(engine.store.tables.adopt(session, packed, tag=b"0:4"))
+
+
+def test_nothing_is_cached_as_long_as_the_plugin_cannot_read_a_paged_graph_back(
+    tiny_packages: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """When this fails, a newer OpenVINO can: then `open_paged_engine` may have a cache, and starts get quicker."""
+    package, span = tiny_packages["llama"], LayerRange(1, 2)
+    manifest = load_manifest(package)
+    model = page(compose(package, manifest, span, rows_axis=0), manifest.hidden_size)
+    blob = ov.Core().compile_model(model, "CPU", {}).export_model()
+    with pytest.raises(RuntimeError, match="k_head_size"):
+        ov.Core().import_model(blob, "CPU", {})
+    open_chosen_engine("paged", package, manifest, span, kv_tokens=64, cache_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture(scope="module")
