@@ -15,7 +15,7 @@ from tests.conftest import GreedyReference
 from tests.harness import run_swarm
 
 PROMPTS = ("Repeat five times: the bee sat on the tree.", "Write a Python function that adds two numbers.")
-TOKENS = 32
+TOKENS = 24
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1, "seed": 5}
 
 

@@ -14,23 +14,25 @@ from client.generate import FinishReason, collect
 from swarm.errors import ContextExceeded
 from swarm.localswarm import LocalSwarm
 from swarm.manifest import load_manifest
+from swarm.spans import LayerRange
 from tests.cases.town import Diary, names_on
 from tests.conftest import SMOLLM2_STATIC, ChatIds, GreedyReference
 
 PROMPT = "Name three things that bees do."
 CONTEXT = SMOLLM2_STATIC[0]
+STATIC, USUAL = LayerRange(0, 8), LayerRange(8, 30)  # two graphs a layer there, one here
 
 
 @pytest.fixture(scope="module")
 def swarm(smollm2_static_package: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
-    """`ben` serves 15:30 as usual from the whole package, `anna` fetches what 0:15 takes with static graphs."""
+    """`ben` serves `USUAL` from the whole package, `anna` fetches what `STATIC` takes with static graphs."""
     folder = tmp_path_factory.mktemp("static")
     with LocalSwarm(folder, options=["--threads", "1", "--kv-tokens", "8192"]) as swarm:
-        ben = swarm.join(smollm2_static_package, "15:30", name="ben")
+        ben = swarm.join(smollm2_static_package, USUAL, name="ben")
         swarm.wait([ben])
         options = ["--engine", "static", "--cache-dir", str(folder / "cache")]
         digest = load_manifest(smollm2_static_package).digest
-        swarm.wait([swarm.join(digest, "0:15", initial=[ben.address], options=options, name="anna")])
+        swarm.wait([swarm.join(digest, STATIC, initial=[ben.address], options=options, name="anna")])
         yield swarm
 
 
@@ -65,5 +67,5 @@ def test_a_static_and_a_stateful_peer_write_the_unsplit_models_text(
 def test_a_peer_fetches_the_static_files_of_its_own_layers_alone(swarm: LocalSwarm) -> None:
     (folder,) = (swarm.folder / "cache" / "packages").iterdir()
     found = sorted(path.name for path in folder.glob("*.decode.xml"))
-    assert found == [f"layer_{layer:03d}.decode.xml" for layer in range(15)]
-    assert len(list(folder.glob("*.prefill.xml"))) == 15
+    assert found == [f"layer_{layer:03d}.decode.xml" for layer in STATIC]
+    assert len(list(folder.glob("*.prefill.xml"))) == len(STATIC)
