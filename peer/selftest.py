@@ -1,7 +1,8 @@
 """A span's first run, in a process of its own, so that a plugin that crashes becomes a message.
 
 `python -m peer.selftest PACKAGE A:B [options]` composes and compiles (which fills the cache for the peer
-itself), runs made-up input, and writes one line of JSON. `self_test` runs that and reads the line.
+itself, where the engine has one), runs made-up input, and writes one line of JSON. `self_test` runs that and reads the
+line.
 """
 
 from __future__ import annotations

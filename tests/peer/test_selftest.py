@@ -26,14 +26,19 @@ def outcome(code: int, out: bytes = b"", err: bytes = b"", precision: str = "per
     return read_outcome(code, out, err, span=SPAN, device="CPU", precision=precision)
 
 
-@pytest.mark.parametrize("layers", ["0:4", "0:2", "1:3", "2:4"])
-def test_every_kind_of_span_passes(layers: str, tiny_packages: Mapping[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layers", "engine", "blobs"),
+    [("0:4", "paged", 0), ("0:2", "auto", 0), ("1:3", "paged", 0), ("2:4", "paged", 0), ("1:3", "stateful", 1)],
+)
+def test_every_kind_of_span_passes_and_leaves_what_the_peer_can_read_back(
+    layers: str, engine: str, blobs: int, tiny_packages: Mapping[str, Path], tmp_path: Path
+) -> None:
     package = tiny_packages["mistral"]
-    result = asyncio.run(self_test(package, LayerRange.parse(layers), cache_dir=tmp_path))
+    result = asyncio.run(self_test(package, LayerRange.parse(layers), engine=engine, cache_dir=tmp_path))
     assert result.numerics == "f32/f32"
     assert result.layer_time_s > 0
     assert result.prefill_time_s > 0
-    assert len(list(tmp_path.glob("*/*.blob"))) == 1
+    assert len(list(tmp_path.glob("*/*.blob"))) == blobs
 
 
 def test_static_graphs_pass_within_what_they_attend_to(
