@@ -293,9 +293,9 @@ def run_module(module: str, *arguments: str) -> str:
     return done.stdout
 
 
-def made(kind: str, make: Callable[[Path], None]) -> Path:
-    """The directory that `make` fills, made once for this exporter."""
-    return _made(kind, _exporter(), make)
+def made(kind: str, make: Callable[[Path], None], *inputs: bytes) -> Path:
+    """The directory that `make` fills, made once for this exporter and these `inputs`."""
+    return _made(kind, [*_exporter(), *inputs], make)
 
 
 def _exporter() -> list[bytes]:
