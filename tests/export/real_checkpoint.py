@@ -124,5 +124,5 @@ def _continue(model: Any, prompt: list[int]) -> dict[str, list[int]]:
 
 
 if __name__ == "__main__":
-    given = sys.argv[4:]
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), *map(Path, given[:1]), *map(int, given[1:]))
+    package = Path(sys.argv[4]) if len(sys.argv) > 4 else None
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), package, *map(int, sys.argv[5:]))
