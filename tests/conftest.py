@@ -24,6 +24,8 @@ from typing import Any
 
 import pytest
 
+from swarm import telemetry
+from swarm.child import module_command, module_environment
 from swarm.demomodel import fetch_demo_model
 from swarm.folders import cache_folder
 
@@ -44,6 +46,7 @@ TINY_STATIC, SMOLLM2_STATIC = (48, 8), (64, 32)
 
 
 def pytest_configure() -> None:
+    telemetry.switch_off()
     _hide_broken_torchvision()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # a shell starts what goes to the background so; the tests of Ctrl-C, and the peers that they start, need it
@@ -195,11 +198,7 @@ def tiny_irs() -> Mapping[str, Path]:
     """Family -> directory with the IR of a tiny random model, as optimum-intel writes it."""
 
     def make(work: Path) -> None:
-        # One child for all families: the imports take longer than the models, and torch stays out of this process.
-        command = [sys.executable, "-m", "tests.export.make_tiny", str(work)]
-        made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-        if made.returncode:
-            pytest.fail(f"making the tiny models failed:\n{made.stderr[-4000:]}")
+        run_module("tests.export.make_tiny", str(work))
 
     recipe = (ROOT / "tests" / "export" / "make_tiny.py").read_bytes()
     folder = _made("tiny-irs", [recipe, version("optimum-intel").encode()], make)
@@ -285,17 +284,22 @@ def checkpoint_packages(tiny_checkpoints: Mapping[str, Path]) -> tuple[Mapping[s
 
 
 def run_module(module: str, *arguments: str) -> str:
-    """In a child: the imports take longer than the models, and torch stays out of this process."""
-    command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    """In a child: the imports take longer than the models, and torch stays out of this process.
+
+    Started as this program starts itself, without OpenVINO's reports: each conversion would start a process for them.
+    """
+    command = [*module_command(module), *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env=module_environment(), capture_output=True, text=True, timeout=900, check=False
+    )
     if done.returncode:
         pytest.fail(f"{module} failed:\n{done.stderr[-4000:]}")
     return done.stdout
 
 
-def made(kind: str, make: Callable[[Path], None]) -> Path:
-    """The directory that `make` fills, made once for this exporter."""
-    return _made(kind, _exporter(), make)
+def made(kind: str, make: Callable[[Path], None], *inputs: bytes) -> Path:
+    """The directory that `make` fills, made once for this exporter and these `inputs`."""
+    return _made(kind, [*_exporter(), *inputs], make)
 
 
 def _exporter() -> list[bytes]:

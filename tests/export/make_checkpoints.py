@@ -72,7 +72,7 @@ def configs(transformers: Any, vocab_size: int) -> dict[str, Any]:
 
 def main(directory: Path) -> None:
     transformers = load_transformers()
-    tokenizer = _tokenizer(transformers)
+    tokenizer = byte_tokenizer(transformers)
     with quiet():
         for family, config in configs(transformers, len(tokenizer)).items():
             _make(transformers, config, directory / family)
@@ -100,7 +100,7 @@ def _make(transformers: Any, config: Any, target: Path) -> None:
     (target / "reference.json").write_text(json.dumps({"prompt": prompt, "greedy": ids[PROMPT_TOKENS:]}))
 
 
-def _tokenizer(transformers: Any) -> Any:
+def byte_tokenizer(transformers: Any) -> Any:
     """Byte-level, without merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # type: ignore[import-untyped]
 
