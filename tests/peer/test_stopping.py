@@ -1,30 +1,43 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
+import subprocess
+import sys
 
 import pytest
 
 from peer.stopping import Interrupted, Stop
+from swarm.child import module_environment
+
+# In a process of its own: a process that runs other tests has had other handlers, and must outlive this one.
+SIGNALS = """
+import asyncio, os, signal
+from peer.stopping import Stop
+
+async def main():
+    ended = []
+    stop = Stop(end=ended.append)
+    with stop.on_signals():
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.wait_for(stop.asked.wait(), 20)
+        assert not stop.urgent.is_set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(stop.urgent.wait(), 20)
+        assert ended == []
+        stop.signal()
+        assert ended == [130]
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+asyncio.run(main())
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+"""
 
 
 def test_the_first_signal_asks_the_second_hurries_and_the_third_ends() -> None:
-    async def main() -> None:
-        ended: list[int] = []
-        stop = Stop(end=ended.append)
-        with stop.on_signals():
-            os.kill(os.getpid(), signal.SIGINT)
-            await asyncio.wait_for(stop.asked.wait(), 20)
-            assert not stop.urgent.is_set()
-            os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.wait_for(stop.urgent.wait(), 20)
-            assert ended == []
-            stop.signal()
-            assert ended == [130]
-
-    asyncio.run(main())
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALS], env=module_environment(), capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_work_is_cancelled_by_the_first_signal() -> None:
