@@ -112,11 +112,12 @@ class Speculation:
         """To be called when more is wanted after what `next` gave: what can be sent now is, without waiting."""
         if self._guesser is None:
             self._pipeline.send_ahead(len(self.known) - 1, self.known[-1:], self._sampling)
-            return
-        while self._guesser.draft.instant and (wanted := self._wanted()):
-            await self._guess(wanted)
-        if not self._wanted():
-            self._send()
+        else:
+            while self._guesser.draft.instant and (wanted := self._wanted()):
+                await self._guess(wanted)
+            if not self._wanted():
+                self._send()
+        await asyncio.sleep(0)  # messages leave at the end of a turn of the loop: now, and not after the text is made
 
     async def close(self) -> None:
         """Nothing is guessed any more."""

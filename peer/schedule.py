@@ -25,7 +25,7 @@ SHORT = 16
 ALONE = 128
 """Tokens of one inference where no short step waits or is about to come: what comes meanwhile waits for it."""
 LEAST = 4
-STRETCH = 1.5
+STRETCH = 1.3
 MOST_STEPS = 64
 PAUSE_S = 3.0
 RECENT_S = 0.5
