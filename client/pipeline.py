@@ -106,13 +106,8 @@ class Pipeline:
         self._closed = False
 
     @property
-    def cached(self) -> Sequence[int]:
-        """The ids whose KV cache lies on the hops."""
-        return tuple(self._cached)
-
-    @property
     def length(self) -> int:
-        """How many those are."""
+        """Of how many tokens the KV cache lies on the hops."""
         return len(self._cached)
 
     @property

@@ -68,11 +68,6 @@ class Checkpoint:
                     raise DamagedFile(f"{file} cannot be read ({last_line(error)}): fetch it again") from error
         return found
 
-    def fingerprint(self) -> str:
-        """What tells this checkpoint from another without reading its weights: config, names, shapes and sizes."""
-        tensors = {name: [info.dtype, *info.shape] for name, info in self.tensors.items()}
-        return json.dumps([self.config, tensors], sort_keys=True, separators=(",", ":"))
-
 
 def is_checkpoint(directory: Path) -> bool:
     return (directory / CONFIG).is_file() and any(directory.glob("*.safetensors"))

@@ -91,6 +91,7 @@ def _export(model: Any, config: Any, family: Family, ir: Path) -> None:
         settings.MAX_TRANSFORMERS_VERSION = None
     try:
         export(model, settings, ir, stateful=True, library_name="transformers")
+    # Foreign code for a foreign architecture: where it was not made for it, it fails in any of these ways.
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, NotImplementedError) as error:
         raise UnsupportedModel(f"{config.model_type} cannot be traced by optimum-intel: {last_line(error)}") from error
 

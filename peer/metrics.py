@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from peer.service import Load
 from peer.worker import StepOutcome
 from swarm.engine.base import Step
 from swarm.errors import SwarmError
 from swarm.records import SERVING
+from swarm.scrape import Asked
 
 _STEP_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 2.0, 8.0)
 _BATCH = (1, 2, 4, 8, 16, 32, 64)
@@ -41,7 +41,7 @@ class PeerGauges:
         self._batch = Histogram(
             "swarm_peer_step_batch", "Steps that ran in one call.", buckets=_BATCH, registry=registry
         )
-        registry.register(_State(self._state))
+        registry.register(Asked(self._state))
 
     def step(self, step: Step, outcome: StepOutcome) -> None:
         """A step was computed."""
@@ -69,14 +69,3 @@ class PeerGauges:
             ("serving", "1 while it takes sessions.", int(load.state == SERVING)),
         ):
             yield GaugeMetricFamily(f"swarm_peer_{name}", text, value=value)
-
-
-class _State(Collector):
-    def __init__(self, state: Callable[[], Iterator[Metric]]) -> None:
-        self._state = state
-
-    def collect(self) -> Iterator[Metric]:
-        return self._state()
-
-    def describe(self) -> list[Metric]:
-        return []  # so that registering asks nothing

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgpack
@@ -58,13 +58,7 @@ class Work:
     blocks_used: int = 0
 
     def to_plain(self) -> dict[str, Any]:
-        return {
-            "engine": self.engine,
-            "batch": self.batch,
-            "tokens_per_s": self.tokens_per_s,
-            "blocks": self.blocks,
-            "blocks_used": self.blocks_used,
-        }
+        return asdict(self)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Work:

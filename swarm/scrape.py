@@ -1,4 +1,5 @@
-"""One page over HTTP for whoever collects measurements: GET /metrics, one request a connection, nothing else.
+"""For whoever collects measurements: what is asked at each scrape, and one page over HTTP for it: GET /metrics, one
+request a connection, nothing else.
 
 On the floor so that a peer needs no web server for it.
 """
@@ -9,7 +10,10 @@ import asyncio
 import contextlib
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from swarm.address import Address
 from swarm.errors import ConfigError
@@ -18,6 +22,19 @@ _MOST_HEAD = 8 << 10
 _PATIENCE_S = 5.0
 _MOST_AT_ONCE = 16
 _TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Asked(Collector):
+    """Metrics that `state` tells at each scrape, and not before."""
+
+    def __init__(self, state: Callable[[], Iterator[Metric]]) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        return self._state()
+
+    def describe(self) -> list[Metric]:
+        return []  # so that registering asks nothing
 
 
 class ScrapePage:

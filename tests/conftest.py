@@ -261,8 +261,8 @@ def tiny_checkpoints() -> Mapping[str, Path]:
     def make(work: Path) -> None:
         run_module("tests.export.make_checkpoints", str(work))
 
-    recipe = (ROOT / "tests" / "export" / "make_checkpoints.py").read_bytes()
-    folder = _made("tiny-checkpoints", [recipe, version("transformers").encode()], make)
+    recipes = [(ROOT / "tests" / "export" / name).read_bytes() for name in ("make_checkpoints.py", "make_tiny.py")]
+    folder = _made("tiny-checkpoints", [*recipes, version("transformers").encode()], make)
     return {path.name: path for path in sorted(folder.iterdir())}
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from client.gateway.fleet import Fleet
 from client.metrics import Metrics
+from swarm.scrape import Asked
 
 _FIRST_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0)
 _BETWEEN_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 3.0, 10.0)
@@ -58,7 +58,7 @@ class Gauges:
 
     def follow(self, state: Callable[[], Iterator[Metric]]) -> None:
         """Ask `state` at each scrape."""
-        self._registry.register(_Asked(state))
+        self._registry.register(Asked(state))
 
     def page(self) -> bytes:
         return generate_latest(self._registry)
@@ -108,17 +108,6 @@ class Watch:
             peer = gauges.peer_label(hop.name)
             for part in ("network", "queue", "compute"):
                 gauges.hop_seconds.labels(model, peer, part).observe(getattr(hop, f"{part}_s"))
-
-
-class _Asked(Collector):
-    def __init__(self, state: Callable[[], Iterator[Metric]]) -> None:
-        self._state = state
-
-    def collect(self) -> Iterator[Metric]:
-        return self._state()
-
-    def describe(self) -> list[Metric]:
-        return []  # so that registering asks nothing
 
 
 def state_of(fleet: Fleet, running: Callable[[], int], waiting: Callable[[], int]) -> Iterator[Metric]:

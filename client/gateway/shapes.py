@@ -6,6 +6,7 @@ A chunk is made for every token, so what is the same in all of an answer is put 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
@@ -56,7 +57,7 @@ class Written:
     metrics: Metrics
 
 
-class Shape:
+class Shape(ABC):
     """The frame of one request's answers. `decode` gives the text of token ids, for log-probabilities."""
 
     kind: str
@@ -103,15 +104,16 @@ class Shape:
             plain["swarm"] = [choice.metrics.to_plain() for choice in choices]
         return plain
 
+    @abstractmethod
     def logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
         """Of the tokens whose text is shown: the one that ends an answer has none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _choice(self, index: int, text: str, logprobs: str, reason: str | None) -> str:
-        raise NotImplementedError
+        """A chunk's choice; `logprobs` is JSON already."""
 
-    def _whole_choice(self, index: int, written: Written) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _whole_choice(self, index: int, written: Written) -> dict[str, Any]: ...
 
 
 def _shown(pieces: Sequence[Piece]) -> list[Choice]:

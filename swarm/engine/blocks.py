@@ -22,7 +22,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from swarm.errors import BadStep, ContextExceeded, EngineError, PeerBusy
+from swarm.engine.steps import check_place
+from swarm.errors import EngineError, PeerBusy
 
 Ids = NDArray[np.int32]
 Name = bytes
@@ -215,15 +216,7 @@ class BlockTable:
 
     def check(self, start: int, n: int) -> None:
         """Raises BadStep for a step that leaves a gap or is empty, ContextExceeded for one too long."""
-        if n < 1:
-            raise BadStep(f"a step of {n} tokens: send at least one")
-        if not 0 <= start <= self.length:
-            raise BadStep(f"start {start} is outside 0 to {self.length}, the length of what is cached")
-        if start + n > self.max_tokens:
-            raise ContextExceeded(
-                f"{n} tokens from position {start} end at {start + n}, beyond the session's "
-                f"{self.max_tokens}: shorten the text or open a longer session"
-            )
+        check_place(start, n, length=self.length, max_tokens=self.max_tokens)
 
     def missing(self, start: int, n: int) -> int:
         """Blocks to be taken from the pool for `n` tokens from `start`: new ones, and copies of shared ones."""

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from swarm.errors import BadStep, ContextExceeded
+from swarm.engine.steps import check_place
+from swarm.errors import BadStep
 
 # A compaction copies the cache through f32 (5 ms at 66 positions of SmolLM2, growing with the length)
 # where a dead slot costs one more key in each attention. Few dead slots are not worth it.
@@ -79,15 +80,7 @@ class Ledger:
 
         Raises BadStep for a step that leaves a gap or is empty, ContextExceeded for one too long.
         """
-        if n < 1:
-            raise BadStep(f"a step of {n} tokens: send at least one")
-        if not 0 <= start <= self.length:
-            raise BadStep(f"start {start} is outside 0 to {self.length}, the length of what is cached")
-        if start + n > self._max_tokens:
-            raise ContextExceeded(
-                f"{n} tokens from position {start} end at {start + n}, beyond the session's "
-                f"{self._max_tokens}: shorten the text or open a longer session"
-            )
+        check_place(start, n, length=self.length, max_tokens=self._max_tokens)
         slots, keep = self.slots, None
         if self._must_compact(start, n):
             keep, slots = self._slot_of[:start].copy(), start

@@ -27,13 +27,11 @@ from swarm.engine.compose import compose
 from swarm.engine.device import PAGED_ATTENTION, CompiledSpan, compile_span
 from swarm.engine.memory import release_memory
 from swarm.engine.paging import page
-from swarm.engine.steps import StepRules, all_finite
+from swarm.engine.steps import WARM_UP_TOKENS, StepRules, all_finite, check_single, run_warm_up
 from swarm.engine.store import KvStore
-from swarm.errors import BadStep, ContextExceeded, EngineError, SwarmError
+from swarm.errors import ContextExceeded, EngineError, SwarmError
 from swarm.manifest import Manifest
 from swarm.spans import LayerRange
-
-_WARM_UP_TOKENS = 32
 
 
 class PagedEngine:
@@ -44,7 +42,6 @@ class PagedEngine:
         self._numerics = compiled.numerics
         self._span = span
         self._rules = StepRules(manifest, span)
-        self._context = manifest.context_length
         self._store = store
         self._tables = store.tables
         self._ports = {name: i for i, port in enumerate(compiled.model.inputs) for name in port.get_names()}
@@ -72,7 +69,7 @@ class PagedEngine:
 
         Raises EngineError if it exists, ContextExceeded beyond the model's context or the whole cache.
         """
-        most = min(self._context, self._tables.tokens)
+        most = min(self._rules.context, self._tables.tokens)
         if max_tokens > most:
             raise ContextExceeded(f"{max_tokens} positions asked for, and at most {most} are possible: ask for less")
         self._tables.open(session, max_tokens)
@@ -93,9 +90,7 @@ class PagedEngine:
         seen: set[str] = set()
         for place, step in enumerate(steps):
             try:
-                if step.session in seen:
-                    raise BadStep(f"two steps of session {step.session!r} in one call: send them in turn")
-                seen.add(step.session)
+                check_single(step, seen)
                 going.append((step, self._prepare(step)))
             except SwarmError as error:
                 results[place] = error
@@ -116,19 +111,8 @@ class PagedEngine:
         return [results[place] for place in range(len(steps))]
 
     def warm_up(self) -> None:
-        """Run a short prompt and one token in a session of its own: see `StatefulEngine.warm_up`."""
-        session = "\0warm-up"
-        count = min(_WARM_UP_TOKENS, self._context - 1, self._tables.tokens - 1)
-        self.open(session, count + 1)
-        try:
-            for start, n in ((0, count), (count, 1)):
-                hidden = None if self._rules.takes_tokens else np.zeros((n, self._rules.hidden_size), np.float32)
-                step = Step(session=session, start=start, tokens=np.zeros(n, np.int32), hidden=hidden)
-                (result,) = self.forward([step])
-                if isinstance(result, SwarmError):
-                    raise result
-        finally:
-            self.close(session)
+        """See `run_warm_up`."""
+        run_warm_up(self, self._rules, min(WARM_UP_TOKENS, self._tables.tokens - 1))
 
     def _prepare(self, step: Step) -> BlockTable:
         self._rules.check(step)

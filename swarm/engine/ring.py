@@ -20,6 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from swarm.engine.steps import check_place
 from swarm.errors import BadStep, ContextExceeded, UnknownSession
 from swarm.manifest import StaticSpec
 
@@ -46,15 +47,7 @@ class Ring:
         session, or does not fit into the context as a whole; UnknownSession where the text has slid so far that
         what `start` must see is gone.
         """
-        if n < 1:
-            raise BadStep(f"a step of {n} tokens: send at least one")
-        if not 0 <= start <= self.length:
-            raise BadStep(f"start {start} is outside 0 to {self.length}, the length of what is cached")
-        if start + n > self._max_tokens:
-            raise ContextExceeded(
-                f"{n} tokens from position {start} end at {start + n}, beyond the session's "
-                f"{self._max_tokens}: shorten the text or open a longer session"
-            )
+        check_place(start, n, length=self.length, max_tokens=self._max_tokens)
         if n > self._spec.context:
             raise ContextExceeded(
                 f"{n} tokens at once are more than the {self._spec.context} that this peer's graphs attend to: "

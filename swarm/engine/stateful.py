@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 from swarm.engine.base import Numerics, Step, StepResult
 from swarm.engine.device import CompiledSpan
 from swarm.engine.ledger import Ledger, Plan
-from swarm.engine.steps import StepRules, all_finite
-from swarm.errors import BadStep, ContextExceeded, EngineError, SwarmError, UnknownSession
+from swarm.engine.steps import WARM_UP_TOKENS, Sessions, StepRules, all_finite, run_in_turn, run_warm_up
+from swarm.errors import EngineError
 from swarm.manifest import Manifest
 from swarm.spans import LayerRange
 
 # A kept request starts the next session some ms faster, and keeps the memory of the last one.
 _SPARE_REQUESTS = 1
-_WARM_UP_TOKENS = 32
 
 
 @dataclass(slots=True)
@@ -41,13 +40,12 @@ class StatefulEngine:
         self._compiled = compiled.model
         self._numerics = compiled.numerics
         self._span = span
-        self._context = manifest.context_length
         self._rules = StepRules(manifest, span)
         windows = [w for layer in span if (w := manifest.layers[layer].window) is not None]
         self._window = min(windows, default=None)
         self._ports = {name: i for i, port in enumerate(self._compiled.inputs) for name in port.get_names()}
         self._beam = np.zeros(1, np.int32)
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: Sessions[_Session] = Sessions()
         self._spare: list[ov.InferRequest] = []
 
     @property
@@ -60,17 +58,13 @@ class StatefulEngine:
 
     def open(self, session: str, max_tokens: int) -> None:
         """Raises EngineError if it exists, ContextExceeded beyond the model's context, BadStep below 1."""
-        if session in self._sessions:
-            raise EngineError(f"session {session!r} is open already: close it first")
-        if max_tokens > self._context:
-            raise ContextExceeded(
-                f"{max_tokens} positions asked for, the model's context holds {self._context}: ask for less"
-            )
+        self._sessions.claim(session)
+        self._rules.check_length(max_tokens)
         ledger = Ledger(max_tokens, window=self._window)
         self._sessions[session] = _Session(self._new_request(), ledger)
 
     def length(self, session: str) -> int:
-        return self._session(session).ledger.length
+        return self._sessions.find(session).ledger.length
 
     def close(self, session: str) -> None:
         closed = self._sessions.pop(session, None)
@@ -83,44 +77,15 @@ class StatefulEngine:
         self._spare.append(closed.request)
 
     def forward(self, steps: Sequence[Step]) -> list[StepResult]:
-        """As `Engine` says. Raises EngineError only where every step of the call met a failing device;
-        otherwise a failed step's place holds its EngineError, and the other sessions' results stand."""
-        results: list[StepResult] = []
-        seen: set[str] = set()
-        for step in steps:
-            try:
-                if step.session in seen:
-                    raise BadStep(f"two steps of session {step.session!r} in one call: send them in turn")
-                seen.add(step.session)
-                results.append(self._step(step))
-            except SwarmError as error:
-                results.append(error)
-        failures = [result for result in results if isinstance(result, EngineError)]
-        if failures and len(failures) == len(results):
-            raise failures[0]
-        return results
+        """As `Engine` says; see `run_in_turn`."""
+        return run_in_turn(steps, self._step)
 
     def warm_up(self) -> None:
-        """Run a short prompt and one token in a session of its own.
-
-        At the first inference of several tokens, and at the first of one, the plugin packs its weights (on
-        SmolLM2 in two layouts). Done here, no user waits for it, and the file's pages can go afterwards.
-        """
-        session = "\0warm-up"
-        count = min(_WARM_UP_TOKENS, self._context - 1)
-        self.open(session, count + 1)
-        try:
-            for start, n in ((0, count), (count, 1)):
-                hidden = None if self._rules.takes_tokens else np.zeros((n, self._rules.hidden_size), np.float32)
-                step = Step(session=session, start=start, tokens=np.zeros(n, np.int32), hidden=hidden)
-                (result,) = self.forward([step])
-                if isinstance(result, SwarmError):
-                    raise result
-        finally:
-            self.close(session)
+        """See `run_warm_up`."""
+        run_warm_up(self, self._rules, WARM_UP_TOKENS)
 
     def _step(self, step: Step) -> NDArray[np.float32]:
-        session = self._session(step.session)
+        session = self._sessions.find(step.session)
         self._rules.check(step)
         plan = session.ledger.plan(step.start, len(step.tokens))
         try:
@@ -179,12 +144,6 @@ class StatefulEngine:
         except (RuntimeError, MemoryError) as error:
             raise EngineError(f"the device has no room for another session: {error}") from error
         return request
-
-    def _session(self, name: str) -> _Session:
-        try:
-            return self._sessions[name]
-        except KeyError:
-            raise UnknownSession(f"session {name!r} is not open here: open it and feed its known tokens") from None
 
 
 def _keep_slots(request: ov.InferRequest, keep: NDArray[np.int64], *, slots: int) -> None:

@@ -20,8 +20,8 @@ from swarm.engine.device import CompiledSpan, compile_span
 from swarm.engine.memory import release_memory
 from swarm.engine.ring import Ring
 from swarm.engine.static_graph import MOST_ROWS, bias_name, cache_shapes, compose_static, windows_of
-from swarm.engine.steps import StepRules, all_finite
-from swarm.errors import BadStep, ContextExceeded, EngineError, SwarmError, UnknownSession
+from swarm.engine.steps import Sessions, StepRules, all_finite, run_in_turn, run_warm_up
+from swarm.errors import EngineError
 from swarm.manifest import DECODE, PREFILL, Manifest
 from swarm.spans import LayerRange
 
@@ -82,13 +82,12 @@ class StaticEngine:
         self._spec = manifest.static
         self._numerics = Numerics(inference=decode.numerics.inference, kv=_KV)
         self._span = span
-        self._context = manifest.context_length
         self._rules = StepRules(manifest, span)
         self._windows = windows_of(manifest, span)
         self._shapes = list(cache_shapes(manifest, span, self._spec))
         self._decode = _Graph(decode.model, 1)
         self._prefill = _Graph(prefill.model, self._spec.chunk)
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: Sessions[_Session] = Sessions()
 
     @property
     def span(self) -> LayerRange:
@@ -103,12 +102,8 @@ class StaticEngine:
 
         `max_tokens` may be more than the graphs attend to: the text then slides.
         """
-        if session in self._sessions:
-            raise EngineError(f"session {session!r} is open already: close it first")
-        if max_tokens > self._context:
-            raise ContextExceeded(
-                f"{max_tokens} positions asked for, the model's context holds {self._context}: ask for less"
-            )
+        self._sessions.claim(session)
+        self._rules.check_length(max_tokens)
         ring = Ring(self._spec, max_tokens)
         try:
             caches = {name: np.zeros(shape, np.float32) for name, shape in self._shapes}
@@ -117,7 +112,7 @@ class StaticEngine:
         self._sessions[session] = _Session(ring, caches)
 
     def length(self, session: str) -> int:
-        return self._session(session).ring.length
+        return self._sessions.find(session).ring.length
 
     def close(self, session: str) -> None:
         closed = self._sessions.pop(session, None)
@@ -126,41 +121,15 @@ class StaticEngine:
                 graph.let_go(closed.caches)
 
     def forward(self, steps: Sequence[Step]) -> list[StepResult]:
-        """As `Engine` says. Raises EngineError only where every step of the call met a failing device;
-        otherwise a failed step's place holds its EngineError, and the other sessions' results stand."""
-        results: list[StepResult] = []
-        seen: set[str] = set()
-        for step in steps:
-            try:
-                if step.session in seen:
-                    raise BadStep(f"two steps of session {step.session!r} in one call: send them in turn")
-                seen.add(step.session)
-                results.append(self._step(step))
-            except SwarmError as error:
-                results.append(error)
-        failures = [result for result in results if isinstance(result, EngineError)]
-        if failures and len(failures) == len(results):
-            raise failures[0]
-        return results
+        """As `Engine` says; see `run_in_turn`."""
+        return run_in_turn(steps, self._step)
 
     def warm_up(self) -> None:
-        """Run both graphs once: at its first inference a plugin packs its weights, and a graph that does not
-        run says so now."""
-        session = "\0warm-up"
-        count = min(self._spec.chunk, self._context - 1)
-        self.open(session, count + 1)
-        try:
-            for start, n in ((0, count), (count, 1)):
-                hidden = None if self._rules.takes_tokens else np.zeros((n, self._rules.hidden_size), np.float32)
-                step = Step(session=session, start=start, tokens=np.zeros(n, np.int32), hidden=hidden)
-                (result,) = self.forward([step])
-                if isinstance(result, SwarmError):
-                    raise result
-        finally:
-            self.close(session)
+        """See `run_warm_up`."""
+        run_warm_up(self, self._rules, self._spec.chunk)
 
     def _step(self, step: Step) -> NDArray[np.float32]:
-        session = self._session(step.session)
+        session = self._sessions.find(step.session)
         self._rules.check(step)
         session.ring.check(step.start, len(step.tokens))
         try:
@@ -206,12 +175,6 @@ class StaticEngine:
         if found.size and not all_finite(found):
             raise EngineError(f"numbers that are not finite came out in {self._numerics}; try --precision accuracy")
         return found
-
-    def _session(self, name: str) -> _Session:
-        try:
-            return self._sessions[name]
-        except KeyError:
-            raise UnknownSession(f"session {name!r} is not open here: open it and feed its known tokens") from None
 
 
 class _Graph:

@@ -1,27 +1,56 @@
-"""What every engine demands of a step before it computes anything."""
+"""What all engines have in common: what they demand of steps and sessions, and how they run one step after another."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from swarm.engine.base import Step
-from swarm.errors import BadStep
+from swarm.engine.base import Engine, Step, StepResult
+from swarm.errors import BadStep, ContextExceeded, EngineError, SwarmError, UnknownSession
 from swarm.manifest import Manifest
 from swarm.spans import LayerRange
 
+WARM_UP_TOKENS = 32
+S = TypeVar("S")
+
+
+class Sessions(dict[str, S]):
+    """What an engine holds of each open session, by name."""
+
+    def claim(self, session: str) -> None:
+        """Raises EngineError where the name is taken."""
+        if session in self:
+            raise EngineError(f"session {session!r} is open already: close it first")
+
+    def find(self, session: str) -> S:
+        """Raises UnknownSession."""
+        try:
+            return self[session]
+        except KeyError:
+            raise UnknownSession(f"session {session!r} is not open here: open it and feed its known tokens") from None
+
 
 class StepRules:
-    """The shapes that steps over `span` have. Pure; positions are the cache's to check."""
+    """The shapes that steps over `span` have. Pure; positions are the cache's to check: `check_place`."""
 
     def __init__(self, manifest: Manifest, span: LayerRange) -> None:
         self.span = span
+        self.context = manifest.context_length
         self.hidden_size = manifest.hidden_size
         self.vocab_size = manifest.vocab_size
         self.takes_tokens = span.first == 0
         self.gives_logits = span.last == len(manifest.layers)
+
+    def check_length(self, max_tokens: int) -> None:
+        """Raises ContextExceeded for a session longer than the model's context."""
+        if max_tokens > self.context:
+            raise ContextExceeded(
+                f"{max_tokens} positions asked for, the model's context holds {self.context}: ask for less"
+            )
 
     def check(self, step: Step) -> None:
         """Raises BadStep naming the value that is wrong."""
@@ -49,6 +78,70 @@ class StepRules:
             )
         elif not all_finite(hidden):
             raise BadStep("hidden states hold numbers that are not finite")
+
+
+def check_place(start: int, n: int, *, length: int, max_tokens: int) -> None:
+    """Whether `n` tokens can follow position `start` of a session of which `length` are cached.
+
+    Raises BadStep for a step that leaves a gap or is empty, ContextExceeded for one that ends beyond the session.
+    """
+    if n < 1:
+        raise BadStep(f"a step of {n} tokens: send at least one")
+    if not 0 <= start <= length:
+        raise BadStep(f"start {start} is outside 0 to {length}, the length of what is cached")
+    if start + n > max_tokens:
+        raise ContextExceeded(
+            f"{n} tokens from position {start} end at {start + n}, beyond the session's "
+            f"{max_tokens}: shorten the text or open a longer session"
+        )
+
+
+def check_single(step: Step, seen: set[str]) -> None:
+    """Raises BadStep where the session is among those `seen` in this call; it is from now on."""
+    if step.session in seen:
+        raise BadStep(f"two steps of session {step.session!r} in one call: send them in turn")
+    seen.add(step.session)
+
+
+def run_in_turn(steps: Sequence[Step], run: Callable[[Step], StepResult]) -> list[StepResult]:
+    """`Engine.forward` for an engine that runs one step after another, which `run` does or raises why not.
+
+    Raises EngineError only where every step of the call met a failing device; otherwise a failed step's place holds
+    its EngineError, and the other sessions' results stand.
+    """
+    results: list[StepResult] = []
+    seen: set[str] = set()
+    for step in steps:
+        try:
+            check_single(step, seen)
+            results.append(run(step))
+        except SwarmError as error:
+            results.append(error)
+    failures = [result for result in results if isinstance(result, EngineError)]
+    if failures and len(failures) == len(results):
+        raise failures[0]
+    return results
+
+
+def run_warm_up(engine: Engine, rules: StepRules, tokens: int) -> None:
+    """A prompt of up to `tokens` and one token, in a session of its own.
+
+    At the first inference of several tokens, and at the first of one, a plugin packs its weights (on SmolLM2 in two
+    layouts). Done here, no user waits for it, the file's pages can go afterwards, and a graph that does not run says
+    so now. Raises what a step would.
+    """
+    session = "\0warm-up"
+    count = min(tokens, rules.context - 1)
+    engine.open(session, count + 1)
+    try:
+        for start, n in ((0, count), (count, 1)):
+            hidden = None if rules.takes_tokens else np.zeros((n, rules.hidden_size), np.float32)
+            step = Step(session=session, start=start, tokens=np.zeros(n, np.int32), hidden=hidden)
+            (result,) = engine.forward([step])
+            if isinstance(result, SwarmError):
+                raise result
+    finally:
+        engine.close(session)
 
 
 def all_finite(array: NDArray[np.float32]) -> bool:

@@ -13,7 +13,8 @@ from typing import Protocol
 import numpy as np
 
 from swarm.engine.blocks import BLOCK_TOKENS, BlockPool, BlockTable, Ids, unpack_names
-from swarm.errors import DamagedFile, EngineError, UnknownSession
+from swarm.engine.steps import Sessions
+from swarm.errors import DamagedFile, UnknownSession
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Tables:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.disk: Disk | None = None
-        self._tables: dict[str, BlockTable] = {}
+        self._tables: Sessions[BlockTable] = Sessions()
         self._evicted: set[str] = set()
 
     def __len__(self) -> int:
@@ -54,8 +55,7 @@ class Tables:
 
     def open(self, session: str, max_tokens: int) -> None:
         """Raises EngineError if it exists."""
-        if session in self._tables:
-            raise EngineError(f"session {session!r} is open already: close it first")
+        self._tables.claim(session)
         self._tables[session] = BlockTable(self.pool, max_tokens=max_tokens)
 
     def adopt(self, session: str, packed: bytes, *, tag: bytes) -> Ids:
@@ -92,10 +92,7 @@ class Tables:
 
     def find(self, session: str) -> BlockTable:
         """Raises UnknownSession."""
-        try:
-            return self._tables[session]
-        except KeyError:
-            raise UnknownSession(f"session {session!r} is not open here: open it and feed its known tokens") from None
+        return self._tables.find(session)
 
     def check(self, session: str, start: int, n: int) -> BlockTable:
         """The table that `n` tokens from `start` may be written to.

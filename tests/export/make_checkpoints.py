@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from export.torch_stack import load_transformers, quiet
+from tests.export.make_tiny import LAYERS, WINDOW, common_config
 
-LAYERS, HIDDEN, CONTEXT, WINDOW = 4, 64, 256, 8
 PROMPT_TOKENS, NEW_TOKENS = 20, 12  # both longer than the window
 _SPECIALS = ["<pad>", "<s>", "</s>"]
 _PATTERN = ["sliding_attention", "full_attention"] * (LAYERS // 2)
@@ -26,18 +26,7 @@ _PATTERN = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 
 def configs(transformers: Any, vocab_size: int) -> dict[str, Any]:
     """Family -> config, each with what the family has beside a plain decoder's layers."""
-    common = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": 2 * HIDDEN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": vocab_size,
-        "max_position_embeddings": CONTEXT,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    common = common_config(vocab_size)
     experts = {"num_experts_per_tok": 2}
     pattern = {"head_dim": 16, "sliding_window": WINDOW, "layer_types": _PATTERN}
     llama3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

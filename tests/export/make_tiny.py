@@ -38,8 +38,9 @@ def main(directory: Path) -> None:
         (target / "README.md").write_text("---\nlicense: mit\n---\nRandom weights.\n")
 
 
-def _configs(transformers: Any, vocab_size: int) -> dict[str, Any]:
-    common = {
+def common_config(vocab_size: int) -> dict[str, Any]:
+    """What all tiny models share."""
+    return {
         "hidden_size": HIDDEN,
         "intermediate_size": 2 * HIDDEN,
         "num_hidden_layers": LAYERS,
@@ -51,6 +52,10 @@ def _configs(transformers: Any, vocab_size: int) -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+
+
+def _configs(transformers: Any, vocab_size: int) -> dict[str, Any]:
+    common = common_config(vocab_size)
     return {
         "llama": transformers.LlamaConfig(**common),
         "qwen3": transformers.Qwen3Config(**common, head_dim=16),

@@ -15,7 +15,7 @@ from export.inspect import as_text, describe
 from swarm.cli import app
 from swarm.errors import ConfigError, DamagedFile, PackageError
 from swarm.manifest import MANIFEST, describe_file, load_manifest
-from tests.export.make_checkpoints import WINDOW
+from tests.export.make_tiny import WINDOW
 
 Packages = tuple[Mapping[str, Path], Mapping[str, str]]
 

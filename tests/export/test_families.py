@@ -16,7 +16,7 @@ from swarm.engine.compose import open_engine
 from swarm.errors import UnsupportedModel
 from swarm.manifest import load_manifest
 from swarm.spans import LayerRange
-from tests.export.make_checkpoints import LAYERS, WINDOW
+from tests.export.make_tiny import LAYERS, WINDOW
 
 ROOT = Path(__file__).parents[2]
 SUPPORTED = sorted(name for name, family in FAMILIES.items() if not family.refused)

@@ -17,7 +17,7 @@ from export.layerwise import Work, export_checkpoint, parts_within
 from swarm.errors import ConfigError, DamagedFile, PackageError
 from swarm.manifest import LayerSpec, check_files, load_manifest
 from swarm.spans import LayerRange
-from tests.export.make_checkpoints import CONTEXT, HIDDEN, LAYERS
+from tests.export.make_tiny import CONTEXT, HIDDEN, LAYERS
 from tests.export.test_package import contents, left_over
 
 Packages = tuple[Mapping[str, Path], Mapping[str, str]]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +15,12 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from client.gateway.keys import Keys
-from swarm.child import module_command, module_environment
 from swarm.localswarm import LISTENING, LocalSwarm, Member
 from tests.client.gateway.browser import PATIENCE_MS, PHONE, Visitor, chromium
+from tests.client.gateway.real_gateway import real_gateway
 from tests.client.gateway.toy_gateway import toy_gateway
 from tests.conftest import ChatIds, GreedyReference
-from tests.harness import ROOT, wait_until
+from tests.harness import wait_until
 
 QUESTION = "What is the capital of France?"
 LONG = "Write a long story about a lighthouse."
@@ -56,22 +54,8 @@ def served(tmp_path_factory: pytest.TempPathFactory, smollm2_package: Path) -> I
         for name in ("ben", HOSTILE):
             swarm.join(smollm2_package, "15:30", initial=[first.address], name=name)
         swarm.wait()
-        command = [*module_command("swarm.tether"), str(os.getpid()), "serve", "--all", "--listen", "127.0.0.1:0"]
-        words = [*command, "--initial-peer", first.address]
-        process = subprocess.Popen(
-            [*words, "--json", "--temperature", "0"],
-            cwd=ROOT,
-            env=module_environment(),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert process.stdout is not None
-            said = json.loads(process.stdout.readline())
-            yield Served(swarm, said["url"], said["models"][0])
-        finally:
-            process.kill()
-            process.communicate()
+        with real_gateway(first.address) as gateway:
+            yield Served(swarm, gateway.url, gateway.model)
 
 
 @pytest.fixture(scope="module")

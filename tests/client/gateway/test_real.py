@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -18,8 +17,8 @@ import openai
 import psutil
 import pytest
 
-from swarm.child import module_command, module_environment
 from swarm.localswarm import LocalSwarm, Member
+from tests.client.gateway.real_gateway import real_gateway
 from tests.conftest import ChatIds, GreedyReference
 from tests.harness import ROOT, local_swarm, swarm_command, wait_until
 
@@ -42,23 +41,11 @@ def served(tmp_path_factory: pytest.TempPathFactory, smollm2_package: Path) -> I
     """Two peers, a spare for the second half, and a gateway."""
     folder = tmp_path_factory.mktemp("gateway")
     options = ("--kv-tokens", "16384", "--metrics", "127.0.0.1:0", "--grace", "1")
-    with local_swarm(folder / "peers", smollm2_package, ["0:15", "15:30", "15:30"], *options) as swarm:
-        command = [*module_command("swarm.tether"), str(os.getpid()), "serve", "--all", "--listen", "127.0.0.1:0"]
-        words = [*command, "--initial-peer", swarm.addresses[0]]
-        process = subprocess.Popen(
-            [*words, "--json", "--temperature", "0"],
-            cwd=ROOT,
-            env=module_environment(),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert process.stdout is not None
-            said = json.loads(process.stdout.readline())
-            yield Served(swarm, swarm.members[2], process, said["url"], said["models"][0])
-        finally:
-            process.kill()
-            process.communicate()
+    with (
+        local_swarm(folder / "peers", smollm2_package, ["0:15", "15:30", "15:30"], *options) as swarm,
+        real_gateway(swarm.addresses[0]) as gateway,
+    ):
+        yield Served(swarm, swarm.members[2], gateway.process, gateway.url, gateway.model)
 
 
 @pytest.fixture(scope="module")
