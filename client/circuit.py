@@ -126,7 +126,10 @@ class Circuit:
 
     async def establish(self, max_tokens: int, prefix: bytes = b"") -> None:
         """Open and link all hops. Raises the first fault's error; `faults` has all of them."""
-        await self._on_each(self.hops, lambda hop: hop.open(self._lines, max_tokens=max_tokens, prefix=prefix))
+        hops = len(self.hops)
+        await self._on_each(
+            self.hops, lambda hop: hop.open(self._lines, max_tokens=max_tokens, hops=hops, prefix=prefix)
+        )
         await self._on_each(self.hops[:-1], self._link)
         self._is_established = True
 

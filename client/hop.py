@@ -66,8 +66,8 @@ class Hop:
         """The peer may know this session under this epoch."""
         return self._line is not None
 
-    async def open(self, lines: Lines, *, max_tokens: int, prefix: bytes = b"") -> None:
-        """Reserve room there; `held` tokens of what `prefix` names are cached then.
+    async def open(self, lines: Lines, *, max_tokens: int, hops: int, prefix: bytes = b"") -> None:
+        """Reserve room there, as one of `hops`; `held` tokens of what `prefix` names are cached then.
 
         Raises PeerError (PeerBusy says when there is room), ContextExceeded.
         """
@@ -85,6 +85,7 @@ class Hop:
             max_tokens=max_tokens,
             dtype=self._config.dtype,
             prefix=prefix,
+            hops=hops,
         )
         opened = await line.channel.ask(question, SessionOpened, timeout=self._config.open_timeout_s)
         self.held = opened.held

@@ -184,6 +184,7 @@ class Lane:
             history,
             client=session.opener,
             opened_at=session.opened_at,
+            hops=session.hops,
         )
 
     async def _deliver(self, arrival: Arrival, outcome: StepOutcome, waited: float) -> None:

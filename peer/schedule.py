@@ -1,12 +1,20 @@
 """Which of the steps that wait run next, and how much of each. Pure: no clock, no device, no model.
 
-There is no prefill and no decode here, only known tokens that are not computed yet. Short steps come first, all
-that wait in one inference; what a long one gets beside them is bounded by how much longer they may take for it::
+There is no prefill and no decode here, only known tokens that are not computed yet. Short steps come first, many
+in one inference; what a long one gets beside them is bounded by how much longer they may take for it::
 
     waiting       a: 1 token    b: 2000 tokens    c: 5 tokens    d: 800 tokens
     round 1       a 1, c 5, and as many of b's as make the round no more than `STRETCH` times as long
     round 2       ... what has arrived meanwhile, and more of d's: its client had less so far
     nobody else   `ALONE` tokens of b
+
+Sessions that once ran together come back together, so a stage that took all that wait would soon have all sessions of
+the swarm in one batch, and stand idle while the next stage has it. A round therefore takes no more of them than are due
+to it, if all stages work: a session over h hops counts as 1/h. Sixteen sessions over two stages fall into two batches
+of eight by that alone, one in each stage::
+
+    stage 1   [ 1-8 ] [ 9-16 ] [ 1-8 ] [ 9-16 ]
+    stage 2           [ 1-8  ] [ 9-16] [ 1-8  ]
 
 A session's blocks are taken as its steps need them. Where none are left, sessions that pause lose theirs, the one
 that paused longest first; then younger sessions do, the youngest first; then the step waits. So the oldest
@@ -16,6 +24,7 @@ always gets on, whoever else is there. Who lost its blocks is told at its next s
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -29,6 +38,7 @@ STRETCH = 1.3
 MOST_STEPS = 64
 PAUSE_S = 3.0
 RECENT_S = 0.5
+LONGEST_GAP_S = 10.0
 PATIENCE_S = 10.0
 _FORGETTING = 0.98
 
@@ -55,7 +65,8 @@ class Room(Protocol):
 class Due:
     """A step that waits: `tokens` from `start`, of which `done` are computed.
 
-    `client` is who must not crowd out others, `opened_at` the session's age, `engine` what runs it: one a round.
+    `client` is who must not crowd out others, `opened_at` the session's age, `engine` what runs it: one a round,
+    `hops` how many stages the session goes through.
     """
 
     session: str
@@ -65,6 +76,7 @@ class Due:
     start: int
     tokens: int
     put_at: float
+    hops: int = 1
     done: int = 0
     blocked_at: float | None = None  # since when there have been no blocks for it
 
@@ -183,7 +195,13 @@ class _Tenant:
     client: Hashable
     opened_at: float
     used_at: float
-    short_at: float = float("-inf")
+    hops: int = 1
+    short_at: float = float("-inf")  # when its last short step was computed
+    gap_s: float = 0.0  # from there to the next
+
+    def writes(self, now: float) -> bool:
+        """Its next token is about to come: no later than the last ones did, with some patience."""
+        return now - self.short_at < RECENT_S + 2 * self.gap_s
 
 
 @dataclass
@@ -216,7 +234,9 @@ class Shared(Generic[D]):
         tenant = self._tenants.get(due.session)
         if tenant is None:
             tenant = self._tenants[due.session] = _Tenant(due.client, due.opened_at, due.put_at)
-        tenant.used_at = due.put_at
+        tenant.used_at, tenant.hops = due.put_at, due.hops
+        if due.tokens <= SHORT and tenant.short_at > float("-inf"):
+            tenant.gap_s = min(max(due.put_at - tenant.short_at, 0.0), LONGEST_GAP_S)
         # who was away has no claim to what it might have had
         others = [self._served[other.client] for other in self._due if other.client != due.client]
         self._served[due.client] = max(self._served.get(due.client, 0.0), min(others, default=0.0))
@@ -237,7 +257,7 @@ class Shared(Generic[D]):
         due = sorted((d for d in self._due if d.engine is engine), key=self._rank)
         plan: _Plan[D] = _Plan()
         # blocks are given by age: nobody younger takes what an older one needs in this round
-        for one in self._by_age(self._short(due)):
+        for one in self._by_age(self._short(due, now)):
             self._place(one, one.left, plan, now)
         left = self._beside(sum(portion.count for portion in plan.portions), due, now)
         for one in (d for d in due if d.left > SHORT):
@@ -266,8 +286,17 @@ class Shared(Generic[D]):
             self.remove(due)
         return gone
 
-    def _short(self, due: Iterable[D]) -> list[D]:
-        return [one for one in due if one.left <= SHORT][:MOST_STEPS]
+    def _short(self, due: Iterable[D], now: float) -> list[D]:
+        """As many as are due to a round; among clients who had least so far, then who waits longest."""
+        waiting = [one for one in due if one.left <= SHORT]
+        waiting.sort(key=lambda one: (self._served.get(one.client, 0.0), one.put_at))
+        return waiting[: min(self._due_to_a_round(waiting, now), MOST_STEPS)]
+
+    def _due_to_a_round(self, waiting: Iterable[D], now: float) -> int:
+        """How many of the sessions that write would be at this stage if they were spread evenly over their hops."""
+        here = {one.session for one in waiting}
+        writing = (tenant for session, tenant in self._tenants.items() if session in here or tenant.writes(now))
+        return max(1, math.ceil(sum(1 / tenant.hops for tenant in writing) - 1e-9))
 
     def _rank(self, due: D) -> tuple[float, float, float]:
         """Among clients who had least so far; among sessions of one the oldest."""
@@ -280,9 +309,7 @@ class Shared(Generic[D]):
     def _beside(self, short: int, due: list[D], now: float) -> int:
         """Tokens of long steps for a round with `short` tokens of short ones."""
         long = {one.session for one in due if one.left > SHORT}
-        expected = any(
-            now - tenant.short_at < RECENT_S for session, tenant in self._tenants.items() if session not in long
-        )
+        expected = any(tenant.writes(now) for session, tenant in self._tenants.items() if session not in long)
         if not short and not expected:
             return ALONE
         beside = self._cost.beside(max(short, 1), STRETCH)

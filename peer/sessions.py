@@ -65,7 +65,7 @@ class Arrival:
 
 @dataclass(eq=False, kw_only=True)
 class Session:
-    """One client's KV cache over `span` on this peer.
+    """One client's KV cache over `span` on this peer, one of the `hops` of its route.
 
     `history` [max_tokens] int32 holds the ids of the `length` positions that are cached. `received`, `computed` and
     `sent` (onward, or as an answer) count the steps of this epoch; one that failed or was void counts as computed.
@@ -78,6 +78,7 @@ class Session:
     span: LayerRange
     max_tokens: int
     dtype: str
+    hops: int
     opened_at: float
     touched_at: float
     history: NDArray[np.int32]
@@ -343,6 +344,7 @@ class SessionTable:
             span=LayerRange(ask.first, ask.last),
             max_tokens=ask.max_tokens,
             dtype=ask.dtype,
+            hops=ask.hops,
             opened_at=opened_at,
             touched_at=self._clock(),
             history=np.zeros(ask.max_tokens, np.int32),

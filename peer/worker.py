@@ -176,11 +176,12 @@ class Worker:
         *,
         client: Hashable = None,
         opened_at: float = 0.0,
+        hops: int = 1,
     ) -> StepOutcome:
         """One step, off the loop. `sampling` None: the engine has no head, and hidden states come out.
 
         `history` [step.end] int32 holds all ids of the session up to the step's end. `client` is whom fairness is
-        about, `opened_at` the session's age.
+        about, `opened_at` the session's age, `hops` the length of its route.
 
         Raises the step's own StepError; PeerFailed where the device failed; PeerBusy where too much waits.
         Cancelled while it waits, the step never runs; while it runs, its result is dropped.
@@ -189,6 +190,7 @@ class Worker:
             session=step.session,
             client=client,
             opened_at=opened_at,
+            hops=hops,
             engine=engine,
             start=step.start,
             tokens=len(step.tokens),

@@ -94,6 +94,8 @@ class OpenSession(Message):
 
     `prefix` names the text that the session is going to begin with: the name that its chain begins with, then one
     for each full block of tokens, 16 bytes each (`engine.blocks`). Empty: its cache is nobody else's, now and later.
+
+    `hops` of the route, this one included: the peer's device is wanted for about that share of the session's time.
     """
 
     kind: ClassVar[str] = "open"
@@ -106,9 +108,11 @@ class OpenSession(Message):
     max_tokens: int
     dtype: str = "f32"
     prefix: bytes = b""
+    hops: int = 1
 
     def __post_init__(self) -> None:
-        self._naturals("request", "epoch", "first", "last", "max_tokens")
+        self._naturals("request", "epoch", "first", "last", "max_tokens", "hops")
+        check(self.hops >= 1, self, "hops")
         check(isinstance(self.prefix, bytes) and len(self.prefix) <= MAX_PREFIX_BYTES, self, "prefix")
         check(len(self.prefix) % 16 == 0, self, "prefix")
         self._session()

@@ -20,9 +20,25 @@ BASE_S, EACH_S = 0.008, 0.001
 """What the pretended device takes for an inference, and for a token of it."""
 
 
-def due(session: str, tokens: int = 1, *, start: int = 0, client: str = "", age: float = 0.0, at: float = 0.0) -> Due:
+def due(
+    session: str,
+    tokens: int = 1,
+    *,
+    start: int = 0,
+    client: str = "",
+    age: float = 0.0,
+    at: float = 0.0,
+    hops: int = 1,
+) -> Due:
     return Due(
-        session=session, client=client or session, opened_at=age, engine=None, start=start, tokens=tokens, put_at=at
+        session=session,
+        client=client or session,
+        opened_at=age,
+        engine=None,
+        start=start,
+        tokens=tokens,
+        put_at=at,
+        hops=hops,
     )
 
 
@@ -60,7 +76,7 @@ def warmed(room: Tables) -> Shared[Due]:
     return schedule
 
 
-def test_all_short_steps_go_together_and_a_long_one_gets_what_they_can_spare() -> None:
+def test_short_steps_go_together_and_a_long_one_gets_what_they_can_spare() -> None:
     room = tables(1000, "a", "b", "c", "long")
     schedule = warmed(room)
     for one in (due("long", 900), due("a"), due("b", 5), due("c")):
@@ -71,6 +87,42 @@ def test_all_short_steps_go_together_and_a_long_one_gets_what_they_can_spare() -
     assert found == {"a": 1, "b": 5, "c": 1}
     schedule.ran(portions, 0.02, 0.02)
     assert len(schedule) == 1
+
+
+def test_sessions_over_two_hops_fall_into_two_batches_and_those_of_one_hop_stay_together() -> None:
+    names = [f"s{i}" for i in range(9)]
+    room = tables(1000, *names, "whole")
+    schedule = warmed(room)
+    for name in names:
+        schedule.add(due(name, client="one", at=1.0, hops=2))
+    first = schedule.round(1.0)
+    assert list(sizes(first)) == names[:5]
+    schedule.ran(first, 0.02, 1.02)
+    for name in names[:5]:  # back before the others have had their turn
+        schedule.add(due(name, client="one", start=1, at=1.03, hops=2))
+    assert list(sizes(schedule.round(1.03))) == [*names[5:], "s0"]
+    schedule.add(due("whole", client="one", age=9.0, at=0.5))
+    assert len(schedule.round(1.03)) == 6
+
+
+def test_who_writes_slowly_counts_while_it_is_away_and_no_longer_once_it_pauses() -> None:
+    room = tables(1000, *"abcd")
+    schedule = warmed(room)
+
+    def together(names: str, start: int, at: float) -> int:
+        for name in names:
+            schedule.add(due(name, client="one", start=start, at=at, hops=2))
+        portions = schedule.round(at)
+        schedule.ran(portions, 0.01, at)
+        for one in list(schedule._due):
+            schedule.remove(one)
+        return len(portions)
+
+    for start in range(3):  # far hops: each pair comes back every two seconds
+        together("ab", start, 2.0 * start)
+        together("cd", start, 2.0 * start + 1)
+    assert together("ab", 3, 6.0) == 2, "c and d are at another hop, a second after they were here"
+    assert together("ab", 4, 60.0) == 1, "c and d have stopped"
 
 
 def test_a_long_step_is_bounded_while_others_write_and_runs_in_large_pieces_alone() -> None:

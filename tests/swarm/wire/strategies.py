@@ -147,6 +147,7 @@ def opens(draw: st.DrawFn) -> m.OpenSession:
         last=first + draw(st.integers(1, 100)),
         max_tokens=draw(naturals),
         dtype=draw(dtypes),
+        hops=draw(st.integers(1, 100)),
     )
 
 
