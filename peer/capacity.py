@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from swarm.balance import work
 from swarm.errors import ConfigError
 from swarm.footprint import in_words
 from swarm.footprint import kv_token_bytes as kv_token_bytes
@@ -79,7 +80,7 @@ def choose_span(
         )
 
     def after(span: LayerRange) -> list[float]:
-        own = 1 / (layer_time_s * len(span))
+        own = 1 / (layer_time_s * work(manifest, span))
         # Rounded, so that sums of the same rates in another order tie, and the first span wins.
         return sorted(round(rate + own * (layer in span), 6) for layer, rate in enumerate(served))
 

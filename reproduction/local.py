@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from reproduction.models import Model
+from swarm.balance import balanced_spans
 from swarm.engine.base import Step
 from swarm.engine.compose import compose, open_engine
 from swarm.engine.device import compile_span
@@ -104,10 +104,8 @@ def without_beam_idx(model: Model, precision: str, threads: int) -> Chain:
 
 
 def even(model: Model, ways: int) -> list[LayerRange]:
-    """`ways` spans, as equal as whole layers allow."""
-    layers = len(model.manifest.layers)
-    edges = [round(i * layers / ways) for i in range(ways + 1)]
-    return [LayerRange(first, last) for first, last in itertools.pairwise(edges)]
+    """`ways` spans of as equal an amount of computing as whole layers allow."""
+    return balanced_spans(model.manifest, ways, range(len(model.manifest.layers) + 1))
 
 
 def decode(runner: Runner, prompt: NDArray[np.int32], count: int) -> tuple[float, list[int]]:

@@ -27,13 +27,14 @@ from client.options import USUAL_SESSION_TOKENS, messages, write_json
 from client.picture import Picture
 from swarm import __version__, loops
 from swarm.address import Address
+from swarm.balance import balanced_spans, check_ways
 from swarm.demomodel import fetch_demo_model
 from swarm.engine.base import Precision
 from swarm.engine.cache import locked
 from swarm.errors import PackageError
 from swarm.folders import cache_folder
 from swarm.greeting import client_hello
-from swarm.localswarm import ANNOUNCED, LocalSwarm, Member, even_spans
+from swarm.localswarm import ANNOUNCED, LocalSwarm, Member
 from swarm.manifest import Manifest, check_files, even_grid, load_manifest, sha256_of
 from swarm.peers import PeerDirectory, find_peers
 from swarm.routes import RouteRequest
@@ -72,10 +73,10 @@ def demo(
 @contextmanager
 def demo_swarm(console: Console, *, peers: int, precision: Precision) -> Iterator[tuple[LocalSwarm, Manifest]]:
     """The demo model, served by `peers` peers on this machine, which are stopped at the end."""
-    even_spans(GRID, peers)  # said before anything is downloaded
+    check_ways(GRID, peers)  # said before anything is downloaded
     package = prepare_package(console)
     manifest = load_manifest(package)
-    spans = even_spans(manifest.grid, peers)
+    spans = balanced_spans(manifest, peers)
     threads = max(1, (os.cpu_count() or 1) // peers)
     options = ["--precision", precision, "--threads", str(threads), "--kv-tokens", str(_KV_TOKENS), "--grace", "1"]
     with _log_folder() as folder, LocalSwarm(folder, options=options) as swarm:

@@ -8,7 +8,6 @@ has a thread or an event loop, so it serves synchronous and asynchronous callers
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -21,31 +20,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from swarm.child import module_command, module_environment
-from swarm.errors import ConfigError, PeerFailed, PeerStalled
+from swarm.errors import PeerFailed, PeerStalled
 from swarm.spans import LayerRange
 
 STARTED, LISTENING, ANNOUNCED = "started", "listening", "announced"
 _TICK_S = 0.05
 _GRACE_S = 6.0
 _LOG_TAIL = 12
-
-
-def even_spans(grid: Sequence[int], ways: int) -> list[LayerRange]:
-    """Cut 0 ... `grid[-1]` into `ways` spans of about equal length whose ends lie on `grid`.
-
-    >>> [str(span) for span in even_spans((0, 4, 8, 11, 15, 19, 22, 26, 30), 3)]
-    ['0:11', '11:19', '19:30']
-    """
-    if not 1 <= ways < len(grid):
-        raise ConfigError(f"{ways} peers cannot share this model: its grid allows 1 to {len(grid) - 1}")
-    edges, at = [grid[0]], 0
-    for cut in range(1, ways):
-        # one boundary must be left for each cut that still follows
-        choices = range(at + 1, len(grid) - (ways - cut))
-        at = min(choices, key=lambda i: abs(grid[i] * ways - cut * grid[-1]))
-        edges.append(grid[at])
-    edges.append(grid[-1])
-    return [LayerRange(first, last) for first, last in itertools.pairwise(edges)]
 
 
 @dataclass(kw_only=True)

@@ -36,7 +36,7 @@ def test_its_text_is_that_of_the_unsplit_model(
     assert said["ttft_s"] > 0
     assert said["tokens_per_second"] > 0
     hops = said["hops"]
-    assert [hop["layers"] for hop in hops] == ["0:11", "11:19", "19:30"]
+    assert [hop["layers"] for hop in hops] == ["0:11", "11:26", "26:30"]
     parts = ("network_s", "queue_s", "compute_s", "codec_s", "other_s")
     whole = sum(hop[part] for hop in hops for part in parts) + said["return_s"] + said["client_s"]
     assert whole == pytest.approx(said["token_s"], rel=0.05)

@@ -7,18 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from swarm.child import module_command
-from swarm.errors import ConfigError, PeerFailed, PeerStalled
-from swarm.localswarm import ANNOUNCED, LISTENING, LocalSwarm, even_spans
-from swarm.manifest import even_grid
+from swarm.errors import PeerFailed, PeerStalled
+from swarm.localswarm import ANNOUNCED, LISTENING, LocalSwarm
 from tests.harness import ROOT, family_of, still_running, wait_until
 
 # What stands before the real command is run instead of it, and gets it as arguments.
@@ -35,22 +31,6 @@ time.sleep(600)
 
 def instead(code: str) -> list[str]:
     return [sys.executable, "-c", code]
-
-
-@given(layers=st.integers(1, 200), ways=st.integers(1, 16))
-def test_spans_cover_all_layers_on_the_grid_in_even_shares(layers: int, ways: int) -> None:
-    grid = even_grid(layers)
-    if ways >= len(grid):
-        with pytest.raises(ConfigError, match=str(ways)):
-            even_spans(grid, ways)
-        return
-    spans = even_spans(grid, ways)
-    assert len(spans) == ways
-    assert (spans[0].first, spans[-1].last) == (0, layers)
-    assert all(before.last == after.first for before, after in pairwise(spans))
-    assert {span.first for span in spans} <= set(grid)
-    step = max(b - a for a, b in pairwise(grid))
-    assert max(map(len, spans)) <= layers / ways + step
 
 
 def test_one_that_ends_too_early_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
