@@ -1,4 +1,7 @@
-"""A prompt of 2,000 tokens: two peers with chunks of it in flight against the unsplit model, one core each."""
+"""A prompt of 2,000 tokens: two peers with chunks of it in flight against the unsplit model, one core each.
+
+The peers have half of the layers each: a prompt wants the head for its last token only.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from reproduction.machine import machine
 from reproduction.models import smollm2
 from reproduction.mono import Single
 from reproduction.users import crowd_on, prompts_of
+from swarm.spans import LayerRange
 
 LENGTH = 2000
 
@@ -16,7 +20,9 @@ def run(say: Say, *, length: int = LENGTH, rounds: int = ROUNDS) -> Report:
     single = Single(model)
     # another each time: both keep the cache of the last one
     prompts = iter(prompts_of(2 * (rounds + 1), length))
-    with crowd_on(model, 2) as crowd:
+    layers = len(model.manifest.layers)
+    halves = [LayerRange(0, layers // 2), LayerRange(layers // 2, layers)]
+    with crowd_on(model, 2, spans=halves) as crowd:
 
         def peers() -> float:
             written = crowd.write(next(prompts), 1)

@@ -26,6 +26,7 @@ from swarm.greeting import client_hello
 from swarm.localswarm import LocalSwarm
 from swarm.peers import PeerDirectory
 from swarm.sampling import Sampling
+from swarm.spans import LayerRange
 
 T = TypeVar("T")
 GREEDY = Sampling()
@@ -126,9 +127,15 @@ class Crowd:
 
 
 @contextlib.contextmanager
-def crowd_on(model: Model, ways: int, *options: str, config: ClientConfig | None = None) -> Iterator[Crowd]:
-    """The model in `ways` even spans, each on a peer with the `swarm join` options `options`."""
-    with loops.runner() as runner, pinned_swarm(model, even(model, ways), *options) as swarm:
+def crowd_on(
+    model: Model,
+    ways: int,
+    *options: str,
+    config: ClientConfig | None = None,
+    spans: Sequence[LayerRange] | None = None,
+) -> Iterator[Crowd]:
+    """The model in `ways` even spans, or in `spans`, each on a peer with the `swarm join` options `options`."""
+    with loops.runner() as runner, pinned_swarm(model, spans or even(model, ways), *options) as swarm:
         users = users_of(model, swarm.addresses, config)
         try:
             yield Crowd(runner, runner.run(_enter(users)), swarm)
