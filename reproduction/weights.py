@@ -1,8 +1,8 @@
 """SmolLM2 in each format of weights: size, speed, and perplexity on a text that lies beside this file.
 
-The published checkpoint is not at hand: the weights are those of the 4-bit GGUF file, turned into f32, and f16 of them is
-what the others are compared with. They show what is lost when *these* weights are rounded again; groups of 32 are
-the file's own. "GGUF Q4_1" is what openvino_genai's reader makes of the file: it rounds the minima of groups.
+The published checkpoint is not at hand: the weights are those of the 4-bit GGUF file, turned into f32, and f16 of them
+is what the others are compared with. They show what is lost when *these* weights are rounded again; groups of 32
+are the file's own. "GGUF Q4_1" is what openvino_genai's reader makes of the file: it rounds the minima of groups.
 """
 
 from __future__ import annotations
