@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from reproduction.models import Model
 from swarm.balance import balanced_spans
-from swarm.engine.base import Step
+from swarm.engine.base import Engine, Step
 from swarm.engine.compose import compose, open_engine
 from swarm.engine.device import compile_span
+from swarm.engine.paged import open_paged_engine
 from swarm.engine.stateful import StatefulEngine
 from swarm.spans import LayerRange
 
@@ -27,6 +28,7 @@ ACCURACY: dict[str, Any] = {
     "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
 }
 PERFORMANCE: dict[str, Any] = {}
+CHAIN_TOKENS = 2048
 
 
 def settings(precision: str, threads: int) -> dict[str, Any]:
@@ -68,7 +70,7 @@ class Unsplit:
 class Chain:
     """Spans one after another in this process, each with its own engine: no network, no worker."""
 
-    def __init__(self, engines: Sequence[StatefulEngine]) -> None:
+    def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = engines
 
     def reset(self, max_tokens: int) -> None:
@@ -92,6 +94,15 @@ class Chain:
 def chain(model: Model, spans: Sequence[LayerRange], precision: str, threads: int) -> Chain:
     return Chain(
         [open_engine(model.package, model.manifest, span, precision=precision, threads=threads) for span in spans]
+    )
+
+
+def paged_chain(model: Model, spans: Sequence[LayerRange], threads: int) -> Chain:
+    return Chain(
+        [
+            open_paged_engine(model.package, model.manifest, span, kv_tokens=CHAIN_TOKENS, threads=threads)
+            for span in spans
+        ]
     )
 
 
