@@ -17,6 +17,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +31,8 @@ _READY = b"Peer ID:"
 _GRACE_S = 2.0
 _LIBP2P_ED25519 = bytes([0x08, 0x01, 0x12, 0x40])  # PrivateKey{type: Ed25519, data: 64 bytes} in protobuf
 _IDENTIFY = bytes([2, 0x08, 0x00])  # Request{type: IDENTIFY} in protobuf, after its length
+_PREFIX = "swarm-dht-"
+_YOUNG_S = 60.0
 _SOCKET_PATH_LIMIT = 100  # sockaddr_un holds 108
 
 # Runs in the child before p2pd does: SIGKILL at the death of the thread that started it, our event loop's.
@@ -242,12 +245,30 @@ def _arguments(folder: Path, listen: Sequence[str], announce: Sequence[str]) -> 
     return [*arguments, f"-announceAddrs={','.join(announce)}"] if announce else arguments
 
 
+def sweep(parent: Path) -> None:
+    """Remove the folders below `parent` of daemons that are gone: a killed peer cannot remove its own."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        try:
+            told = folder.lstat()
+            # 0700 and ours: nobody else can have put a socket there; a young one may be about to listen
+            if told.st_uid != os.getuid() or time.time() - told.st_mtime < _YOUNG_S:
+                continue
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(1.0)
+                probe.connect(str(_socket_in(folder)))
+        except (ConnectionRefusedError, FileNotFoundError):
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:
+            continue  # alive, if too busy to answer
+
+
 def _private_folder() -> Path:
     """Mode 0700: whoever reaches the control socket commands the daemon."""
-    folder = Path(tempfile.mkdtemp(prefix="swarm-dht-"))
+    sweep(Path(tempfile.gettempdir()))
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     if len(str(_socket_in(folder))) > _SOCKET_PATH_LIMIT:
         folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="swarm-dht-", dir="/tmp"))
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
     return folder
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,7 @@ from swarm.dhtnode import Board, NoticeValidator, pack
 from swarm.directory import MAX_TTL_S, Notice
 from swarm.errors import AddressError, DirectoryError
 from swarm.identity import Identity
-from swarm.p2pd import Daemon, generate_key, split_multiaddress
+from swarm.p2pd import Daemon, generate_key, split_multiaddress, sweep
 from tests.harness import ROOT, wait_until
 
 TOPIC = "models"
@@ -360,3 +361,25 @@ def test_a_board_is_bounded_and_holds_no_plain_values() -> None:
     assert board.store_subkey(2, "a", b"x", later)
     assert not board.store_subkey(3, "a", b"x", later)
     assert {key for key, _ in board.items()} == {1, 2}
+
+
+def test_what_a_killed_peer_left_behind_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    long_ago = time.time() - 3600
+    with contextlib.ExitStack() as stack:
+        for name, listens in (("gone", False), ("alive", True), ("young", False)):
+            folder = tmp_path / f"swarm-dht-{name}"
+            folder.mkdir()
+            daemon = socket.socket(socket.AF_UNIX)
+            daemon.bind(str(folder / "control.sock"))
+            if listens:
+                daemon.listen()
+                stack.enter_context(daemon)
+            else:
+                daemon.close()
+            if name != "young":
+                os.utime(folder, (long_ago, long_ago))
+        for name in ("swarm-dht-empty", "other"):
+            (tmp_path / name).mkdir()
+            os.utime(tmp_path / name, (long_ago, long_ago))
+        sweep(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"swarm-dht-alive", "swarm-dht-young", "other"}
