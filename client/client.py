@@ -200,6 +200,13 @@ class SwarmClient:
             return self.tokenizer.encode(prompt)
         return self.tokenizer.chat([{"role": "user", "content": prompt}])
 
+    async def load_draft(self, draft: str | Path) -> None:
+        """Load what `GenerationConfig.draft` would name now, not at the first answer.
+
+        Raises ConfigError, PackageError and EngineError, as `generate` does.
+        """
+        await self._drafts.load(draft)
+
     @property
     def routes(self) -> list[RouteInUse]:
         """Over which peers the sessions of this client run now; those that have no route yet are left out."""
@@ -240,7 +247,7 @@ class SwarmClient:
             clock=self._clock,
             on_event=self._on_event,
         )
-        drafts = SessionDrafts(self._drafts, self._config, max_tokens=pipeline.max_tokens, clock=self._clock)
+        drafts = SessionDrafts(self._drafts, max_tokens=pipeline.max_tokens, clock=self._clock)
         self._open[pipeline] = _Open(next(self._numbers), drafts)
         return pipeline
 

@@ -48,6 +48,25 @@ class Drafts:
         # whoever is cancelled does not take it away from others who wait for it
         return await asyncio.shield(task)
 
+    def package_of(self, draft: str | Path) -> Path | None:
+        """The model that `GenerationConfig.draft` names here; None for look-up, or no draft. Raises ConfigError."""
+        if draft == AUTO:
+            return self._config.draft_package
+        if draft in (NGRAM, OFF):
+            return None
+        package = package_folder(draft)
+        if package is None:
+            raise ConfigError(
+                f"draft is {str(draft)!r}: no model package is there; take a package's directory, or ngram, auto or off"
+            )
+        return package
+
+    async def load(self, draft: str | Path) -> None:
+        """The model that it names, if it names one, now. Raises as `model` and `package_of` do."""
+        package = self.package_of(draft)
+        if package is not None:
+            await self.model(package)
+
     async def close(self) -> None:
         """Idempotent."""
         models, self._models = list(self._models.values()), {}
@@ -61,9 +80,8 @@ class Drafts:
 class SessionDrafts:
     """One session's drafts, kept from answer to answer: their caches and what was measured."""
 
-    def __init__(self, drafts: Drafts, config: ClientConfig, *, max_tokens: int, clock: Callable[[], float]) -> None:
+    def __init__(self, drafts: Drafts, *, max_tokens: int, clock: Callable[[], float]) -> None:
         self._drafts = drafts
-        self._config = config
         self._max_tokens = max_tokens
         self._clock = clock
         self._drafts_by_name: dict[str, Draft] = {}
@@ -71,7 +89,7 @@ class SessionDrafts:
 
     async def guesser(self, config: GenerationConfig) -> Guesser | None:
         """What `config.draft` means here; None for no draft. Raises ConfigError, PackageError, EngineError."""
-        package = self._package(config)
+        package = self._drafts.package_of(config.draft)
         if config.draft == OFF or config.num_assistant_tokens == 0:
             return None
         name = f"{NGRAM} {config.max_ngram_size}" if package is None else str(package)
@@ -96,19 +114,6 @@ class SessionDrafts:
         for draft in self._drafts_by_name.values():
             if isinstance(draft, ModelDraft):
                 draft.close()
-
-    def _package(self, config: GenerationConfig) -> Path | None:
-        if config.draft == AUTO:
-            return self._config.draft_package
-        if config.draft in (NGRAM, OFF):
-            return None
-        package = package_folder(config.draft)
-        if package is None:
-            raise ConfigError(
-                f"draft is {str(config.draft)!r}: no model package is there; "
-                "take a package's directory, or ngram, auto or off"
-            )
-        return package
 
     async def _draft(self, package: Path | None, max_ngram_size: int) -> Draft:
         if package is None:

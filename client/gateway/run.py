@@ -26,11 +26,14 @@ async def run(
     follow: bool,
     listening: Listening,
 ) -> None:
-    """Until SIGINT or SIGTERM. Raises what `Fleet.of` raises, and ConfigError where it cannot listen."""
+    """Until SIGINT or SIGTERM. Raises what `Fleet.of` and `SwarmClient.load_draft` raise; ConfigError where it cannot
+    listen."""
     async with contextlib.AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(
             Fleet.of(models, initial_peers, client_config=client_config, probe_s=config.probe_s, follow=follow)
         )
+        for served in fleet.served:
+            await served.client.load_draft(config.draft)  # a wrong one is its operator's fault, and no caller's
         ending = Ending()
         gateway = await stack.enter_async_context(Gateway(fleet, config, ending=ending.asked))
         stack.enter_context(ending.on_signals())

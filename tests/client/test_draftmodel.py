@@ -193,7 +193,10 @@ def test_a_package_is_loaded_once_and_drafts_for_its_family(tiny_packages: Mappi
 
     async def test() -> None:
         drafts = Drafts(target, config=config, on_event=events.append, clock=lambda: 0.0)
-        session = SessionDrafts(drafts, config, max_tokens=32, clock=lambda: 0.0)
+        session = SessionDrafts(drafts, max_tokens=32, clock=lambda: 0.0)
+        await drafts.load("auto")
+        with pytest.raises(ConfigError, match="'nowhere'"):
+            await drafts.load("nowhere")
         auto = await session.guesser(GenerationConfig())
         named = await session.guesser(GenerationConfig(draft=str(tiny_packages["qwen3"]), num_assistant_tokens=2))
         assert auto is not None
