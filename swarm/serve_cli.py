@@ -95,8 +95,10 @@ def serve(
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     client_config = ClientConfig(numerics=parse_numerics(numerics))
     if demo:
+        from client.gateway.server import bind
         from swarm.demo import demo_swarm
 
+        bind(place).close()  # said before half a minute is spent on peers
         with demo_swarm(messages(), peers=peers, precision="accuracy") as (swarm, manifest):
             _serve([manifest.digest], parse_initial_peers(swarm.addresses), config, client_config, False, as_json)
             messages().print("stopping the peers", style="dim")

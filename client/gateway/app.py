@@ -23,7 +23,7 @@ from client.gateway.answering import Answering
 from client.gateway.config import GatewayConfig
 from client.gateway.fleet import Fleet, Served
 from client.gateway.guard import Guard
-from client.gateway.http import read_body
+from client.gateway.http import LONG, Bodies
 from client.gateway.metrics import Gauges, state_of
 from client.gateway.openapi import description
 from client.gateway.problems import BUG, Problem, problem_of
@@ -33,6 +33,7 @@ from client.gateway.watch import SwarmWatch
 from swarm.errors import RequestError, SwarmError
 
 PAGE = Path(__file__).parent / "page"
+_ONE_MODEL = "/v1/models/"
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -54,6 +55,7 @@ class Gateway:
         self._config = config
         self._gauges = gauges = Gauges()
         self._answering = Answering(fleet, config, gauges)
+        self._bodies = Bodies(limit=config.max_body, timeout=config.body_s, most_long=config.max_long_bodies)
         self._watch = SwarmWatch(fleet)
         admission = self._answering.admission
         gauges.follow(lambda: state_of(fleet, lambda: admission.running, lambda: admission.waiting))
@@ -87,13 +89,14 @@ class Gateway:
                 CORSMiddleware,
                 allow_origins=list(config.allow_origins),
                 allow_methods=["GET", "POST"],
-                allow_headers=["authorization", "content-type"],
+                allow_headers=["*"],  # OpenAI's package for browsers sends a dozen of its own
+                expose_headers=["retry-after"],
             )
             middleware.insert(0, cors)
         return Starlette(
             routes=routes,
             middleware=middleware,
-            exception_handlers={HTTPException: _http_error, SwarmError: self._refuse, Exception: _bug},  # type: ignore[dict-item]
+            exception_handlers={HTTPException: _http_error, SwarmError: self._refuse, Exception: self._bug},  # type: ignore[dict-item]
         )
 
     async def __aenter__(self) -> Self:
@@ -117,11 +120,13 @@ class Gateway:
 
     def _completion(self, parse: Callable[..., Asked]) -> Callable[[Request], object]:
         async def endpoint(request: Request) -> object:
-            config = self._config
-            body = await read_body(request.scope, request.receive, limit=config.max_body, timeout=config.body_s)
-            return await self._answering.job(
-                parse(parse_json(body), temperature=config.temperature, draft=config.draft)
-            )
+            async with self._bodies.read(request.scope, request.receive) as body:
+                # a long one takes its while, and others wait for the loop
+                asked = await asyncio.to_thread(read, body) if len(body) > LONG else read(body)
+                return await self._answering.job(asked)
+
+        def read(body: bytes) -> Asked:
+            return parse(parse_json(body), temperature=self._config.temperature, draft=self._config.draft)
 
         return endpoint
 
@@ -188,8 +193,17 @@ class Gateway:
         self._gauges.failures.labels(problem.code).inc()
         return _answer(problem)
 
+    async def _bug(self, request: Request, error: Exception) -> Response:
+        self._gauges.failures.labels(BUG.code).inc()
+        return _answer(BUG)
+
     def _count(self, path: str, status: int) -> None:
-        endpoint = path if path in self._paths else "page" if status < 400 else "other"
+        if path in self._paths:
+            endpoint = path
+        elif path.startswith(_ONE_MODEL):
+            endpoint = f"{_ONE_MODEL}NAME"
+        else:
+            endpoint = "page" if status < 400 else "other"
         self._gauges.requests.labels(endpoint, str(status)).inc()
 
 
@@ -224,7 +238,3 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     response = _answer(problem)
     response.headers.update(error.headers or {})
     return response
-
-
-async def _bug(request: Request, error: Exception) -> Response:
-    return _answer(BUG)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 
 from client.config import AUTO
@@ -19,7 +20,8 @@ class GatewayConfig:
     At most `max_concurrent` answers are made at once and `max_waiting` wait for that; more are refused with 429.
     A request without `max_tokens` gets `default_tokens`, or what the context leaves; one without `temperature` gets
     OpenAI's, which is 1. All answers use `draft`, as GenerationConfig's. A caller has `header_s` for its
-    headers and `body_s` for its body; one that takes nothing for `write_s` is given up. A stream in which nothing
+    headers and `body_s` for its body, of which at most `max_long_bodies` over 64 KiB are held at once; one that takes
+    nothing for `write_s` is given up. A stream in which nothing
     happens says so every `heartbeat_s`. A model without a token for `probe_s` is asked for one; it is ready while the
     last one is not older than three times that. The end is waited for `grace_s`.
 
@@ -38,6 +40,7 @@ class GatewayConfig:
     draft: str = AUTO
     max_connections: int = 2048
     max_body: int = 4 << 20
+    max_long_bodies: int = 32
     max_header: int = 32 << 10
     header_s: float = 10.0
     body_s: float = 30.0
@@ -74,4 +77,8 @@ def check_exposure(listen: Address, keys: Keys | None, *, no_auth: bool) -> None
 
 
 def is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
+    """`localhost` or an address of this machine itself; no name that only begins like one (127.site.example)."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

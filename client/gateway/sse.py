@@ -17,6 +17,7 @@ _HEADERS = [
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),  # nginx would collect the pieces otherwise
 ]
+_BACK_S = 5.0  # another gateway, or this one started anew
 _COMMENT = b": still here\n\n"
 
 
@@ -81,7 +82,9 @@ async def unless_vanished(receive: Receive, work: Coroutine[Any, Any, T], *, amo
         if not working.done():
             raise Vanished
         if working.cancelled():
-            raise RequestError("the gateway is ending; ask again a little later", status=503, reason="ending")
+            raise RequestError(
+                "the gateway is ending; ask again a little later", status=503, reason="ending", retry_after=_BACK_S
+            )
         return working.result()
     finally:
         among.discard(working)

@@ -42,7 +42,7 @@ def test_no_key_is_shown_by_what_holds_it() -> None:
     assert "secret" not in shown
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.7", "::", "gateway.example"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.7", "::", "gateway.example", "127.site.example"])
 def test_others_are_let_in_only_with_a_key_or_on_purpose(host: str) -> None:
     place = Address(host, 8000)
     with pytest.raises(ConfigError, match="--no-auth"):

@@ -79,6 +79,12 @@ def test_a_chat_is_answered_with_the_unsplit_models_words(
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(ids), 8)
     streamed = client.chat.completions.create(model=served.model, messages=MESSAGES, stream=True)  # type: ignore[arg-type]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == text
+    # the next turn starts from what the peers have kept of this one
+    turns = [*MESSAGES, {"role": "assistant", "content": text}, {"role": "user", "content": "And of Italy?"}]
+    after = client.chat.completions.create(model=served.model, messages=turns, max_tokens=1)  # type: ignore[arg-type]
+    assert after.usage is not None
+    assert after.usage.prompt_tokens_details is not None
+    assert after.usage.prompt_tokens_details.cached_tokens
 
 
 def test_sixty_four_streams_at_once_are_all_exact(served: Served, story: list[str]) -> None:
@@ -173,6 +179,7 @@ def _open_sessions(served: Served) -> int:
         ("toy --initial-peer 127.0.0.1:1 --listen 0.0.0.0:0", {}, "--api-key-file"),
         ("--initial-peer 127.0.0.1:1", {}, "--all"),
         ("toy --demo", {}, "--demo"),
+        ("--demo --listen 192.0.2.1:8000 --no-auth", {}, "cannot listen at 192.0.2.1:8000"),
         ("toy --initial-peer 127.0.0.1:1 --allow-origin site.example", {}, "site.example"),
         ("", {"MODELS": "toy", "INITIAL_PEER": "127.0.0.1:1 nowhere", "ALL": "1"}, "'nowhere'"),
         ("", {"API_KEY_FILE": "/nowhere/keys", "DEMO": "1"}, "/nowhere/keys"),
