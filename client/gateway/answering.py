@@ -30,7 +30,7 @@ from client.gateway.requests import Asked
 from client.gateway.shapes import DONE, ChatShape, Shape, TextShape, Usage, Written, finish_reason
 from client.gateway.sse import EventStream, Vanished, unless_vanished
 from client.generate import Piece
-from swarm.errors import RequestError, SwarmError, first_error
+from swarm.errors import ConfigError, ContextExceeded, RequestError, SwarmError, first_error
 
 _log = logging.getLogger(__name__)
 _LONG_TEXT = 16 << 10
@@ -72,7 +72,7 @@ class Answering:
             task.cancel()
 
     async def job(self, asked: Asked) -> Job:
-        """Raises RequestError (404, 400 with the numbers), ConfigError, ContextExceeded."""
+        """Raises RequestError (404, 400 with the numbers)."""
         served = self.fleet.find(asked.model)
         count = asked.choices * len(asked.prompts)
         if count > self.config.max_choices:
@@ -98,10 +98,20 @@ class Answering:
         return Job(self, served, asked, choices, shape, Usage([len(ids) for ids in prompts]))
 
     async def _encode(self, served: Served, prompt: Prompt, chat: bool) -> Sequence[int]:
-        client = served.client
-        if _size(prompt) > _LONG_TEXT:  # takes the tokenizer a while, and others wait for the loop
-            return await asyncio.to_thread(client.encode, prompt, raw=not chat)
-        return client.encode(prompt, raw=not chat)
+        """Raises RequestError that names the parameter."""
+        client, param = served.client, "messages" if chat else "prompt"
+        if not prompt:
+            raise RequestError("the prompt is empty: there is nothing to go on from", param=param)
+        try:
+            if _size(prompt) > _LONG_TEXT:  # takes the tokenizer a while, and others wait for the loop
+                ids = await asyncio.to_thread(client.encode, prompt, raw=not chat)
+            else:
+                ids = client.encode(prompt, raw=not chat)
+        except ConfigError as error:
+            raise RequestError(str(error), param=param) from error
+        except ContextExceeded as error:
+            raise RequestError(str(error), reason="context_length_exceeded", param=param) from error
+        return ids
 
     def _limit(self, served: Served, prompt: int, asked: Asked) -> int:
         """The most tokens of an answer. Raises RequestError with the numbers where they do not fit."""
@@ -169,7 +179,7 @@ class Job:
         return Written(
             text="".join(piece.text for piece in pieces),
             reason=finish_reason(last.finish_reason),
-            logprobs=self._shape.logprobs(pieces) if choice.config.logprobs is not None else None,
+            logprobs=self._shape.logprobs(choice.index, pieces) if choice.config.logprobs is not None else None,
             metrics=last.metrics,
         )
 
@@ -220,7 +230,7 @@ class Job:
 
 
 def _size(prompt: Prompt) -> int:
-    """Characters of a text or a conversation."""
-    if isinstance(prompt, str):
+    """Characters of a text or a conversation, or token ids."""
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
         return len(prompt)
     return sum(len(each["content"]) for each in prompt if not isinstance(each, int))

@@ -47,6 +47,7 @@ _MODEL = {
 _REFUSALS = {
     400: "The request is wrong; `param` says where.",
     401: "No key, or a wrong one.",
+    403: "Without keys: asked under a host name that is not this machine's.",
     404: "There is no such model.",
     408: "The body did not come in time.",
     413: "The body is too long.",
@@ -109,6 +110,12 @@ def _get(name: str, schema: dict[str, Any], about: str, *refusals: int, **more: 
     }
 
 
+def _text(name: str, kind: str, about: str) -> dict[str, Any]:
+    got = _get(name, {}, about, 401, 403)
+    got["get"]["responses"]["200"]["content"] = {kind: {"schema": {"type": "string"}}}
+    return got
+
+
 def description(*, needs_key: bool) -> dict[str, Any]:
     """The document at /openapi.json."""
     swarm = {
@@ -123,7 +130,7 @@ def description(*, needs_key: bool) -> dict[str, Any]:
         "required": ["object", "data"],
         "properties": {"object": {"enum": ["list"]}, "data": {"type": "array", "items": _MODEL}},
     }
-    healthy = _get("health", health, "Live, and whether a token came through a route lately.")
+    healthy = _get("health", health, "Live, and whether a token came through a route lately.", 403)
     healthy["get"]["responses"]["503"] = _json(health, "Live, and not ready.")
     plain: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -131,10 +138,13 @@ def description(*, needs_key: bool) -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": _completion("chat", CHAT, "chat.completion", "Answer a conversation."),
             "/v1/completions": _completion("complete", COMPLETION, "text_completion", "Continue a text."),
-            "/v1/models": _get("models", listed, "The models that are offered.", 401),
-            "/v1/models/{model}": _get("model", _MODEL, "One of them.", 401, 404, parameters=[model_id]),
-            "/api/swarm": _get("swarm", swarm, "Who serves what, and the routes in use.", 401),
+            "/v1/models": _get("models", listed, "The models that are offered.", 401, 403),
+            "/v1/models/{model}": _get("model", _MODEL, "One of them.", 401, 403, 404, parameters=[model_id]),
+            "/api/swarm": _get("swarm", swarm, "Who serves what, and the routes in use.", 401, 403),
+            "/api/swarm/events": _text("events", "text/event-stream", "The same as events, every two seconds."),
             "/health": healthy,
+            "/health/live": _get("live", {"type": "object", "required": ["live"]}, "It lives.", 403),
+            "/metrics": _text("metrics", "text/plain", "For Prometheus."),
         },
     }
     if needs_key:

@@ -1,7 +1,8 @@
 """The parameters of the two completion endpoints, as JSON Schema.
 
 What OpenAI's API has and a swarm cannot do is listed too, with the values that mean "do without": anything else is
-refused by name, nothing is ignored in silence. `user` and `metadata` describe the caller and change no answer.
+refused by name, nothing is ignored in silence. `user`, `metadata` and their like describe the caller and change no
+answer.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def _without(schema: dict[str, Any]) -> dict[str, Any]:
 _NOTHING = _without({"type": "null"})
 _NO_LIST = _without({"type": ["array", "null"], "maxItems": 0})
 _NOT_TRUE = _without({"type": ["boolean", "null"], "enum": [False, None]})
+
+_CALLER = {"type": ["string", "null"], "maxLength": 512, "description": "Describes the caller; changes no answer."}
 
 COMMON: dict[str, Any] = {
     "model": {"type": "string", "minLength": 1, "maxLength": 256, "description": "As /v1/models lists it."},
@@ -82,13 +85,13 @@ COMMON: dict[str, Any] = {
     "stream": _flag("Server-sent events instead of one object."),
     "stream_options": {
         "type": ["object", "null"],
-        "properties": {"include_usage": _flag("A last chunk with the usage.")},
+        "properties": {"include_usage": _flag("A last chunk with the usage."), "include_obfuscation": _NOT_TRUE},
         "additionalProperties": False,
     },
     "ignore_eos": _flag("Go on after the model's end of text."),
     "stop_token_ids": {"type": ["array", "null"], "items": {"type": "integer", "minimum": 0}, "maxItems": 64},
     "swarm_metrics": _flag("Add `swarm` to the end of the answer: which hops made it, and how fast."),
-    "user": {"type": ["string", "null"], "maxLength": 512},
+    "user": _CALLER,
 }
 
 _PART = {
@@ -123,6 +126,9 @@ CHAT: dict[str, Any] = {
         "logprobs": _flag("Log-probabilities of the answer's tokens."),
         "top_logprobs": _integer(0, MAX_TOP_LOGPROBS, "How many of the likeliest tokens beside; needs `logprobs`."),
         "metadata": {"type": ["object", "null"], "maxProperties": 16},
+        "safety_identifier": _CALLER,
+        "prompt_cache_key": _CALLER,
+        "prompt_cache_retention": _NOTHING,
         "tools": _NO_LIST,
         "functions": _NO_LIST,
         "tool_choice": _without({"type": ["string", "null"], "enum": ["none", "auto", None]}),

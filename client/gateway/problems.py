@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from client.gateway.parameters import COMMON
 from swarm.errors import (
     ConfigError,
     ContextExceeded,
@@ -65,7 +66,8 @@ def problem_of(error: SwarmError) -> Problem:
         case ContextExceeded():
             return Problem(status=400, message=text, code="context_length_exceeded")
         case ConfigError():
-            return Problem(status=400, message=text, code="invalid_value")
+            named = text.partition(" ")[0]
+            return Problem(status=400, message=text, code="invalid_value", param=named if named in COMMON else None)
         case UnknownModel() | MixedModels():
             return Problem(status=404, message=text, code="model_not_found", param="model")
         case PeerBusy():

@@ -43,6 +43,10 @@ def check(value: Any, schema: Schema, path: str) -> None:
         case str():
             if len(value) > schema.get("maxLength", math.inf) or len(value) < schema.get("minLength", 0):
                 raise _wrong(path, value, f"it must have {_range(schema, 'Length')} characters")
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise _wrong(path, value, "it must be Unicode, and half a surrogate pair is not") from None
         case list():
             _check_list(value, schema, path)
         case dict():

@@ -9,6 +9,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
@@ -77,7 +78,7 @@ class Shape(ABC):
 
     def piece(self, index: int, piece: Piece) -> bytes:
         """One chunk; empty where the piece shows nothing."""
-        logprobs = self.logprobs([piece]) if piece.logprobs else None
+        logprobs = self.logprobs(index, [piece]) if piece.logprobs else None
         reason = None if piece.finish_reason is None else finish_reason(piece.finish_reason)
         if not piece.text and not logprobs and reason is None:
             return b""
@@ -105,8 +106,8 @@ class Shape(ABC):
         return plain
 
     @abstractmethod
-    def logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
-        """Of the tokens whose text is shown: the one that ends an answer has none."""
+    def logprobs(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+        """Of the tokens whose text is shown, the next ones of choice `index`: the one that ends an answer has none."""
 
     @abstractmethod
     def _choice(self, index: int, text: str, logprobs: str, reason: str | None) -> str:
@@ -132,7 +133,7 @@ class ChatShape(Shape):
         choice = f'"choices":[{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null}}]'
         return f"{self._before}{choice}{self._after}".encode()
 
-    def logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+    def logprobs(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any] | None:
         content = []
         for choice in _shown(pieces):
             token = self._token(choice.token, choice.logprob or 0.0)
@@ -161,16 +162,21 @@ class ChatShape(Shape):
 class TextShape(Shape):
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
-    def logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._lengths: dict[int, int] = {}  # of what each choice has so far: offsets go on from chunk to chunk
+
+    def logprobs(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any] | None:
         shown = _shown(pieces)
         if not shown:
             return None
         texts = [self._decode([choice.token]) for choice in shown]
+        *offsets, self._lengths[index] = accumulate(map(len, texts), initial=self._lengths.get(index, 0))
         return {
             "tokens": texts,
             "token_logprobs": [_finite(choice.logprob or 0.0) for choice in shown],
             "top_logprobs": [{self._decode([token]): _finite(p) for token, p in choice.top} for choice in shown],
-            "text_offset": [sum(map(len, texts[:place])) for place in range(len(texts))],
+            "text_offset": offsets,
         }
 
     def _choice(self, index: int, text: str, logprobs: str, reason: str | None) -> str:

@@ -9,12 +9,17 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from hypothesis import given, settings
 
+from client.gateway.parameters import CHAT, COMPLETION
+from client.gateway.schema import check
 from tests.client.gateway.sse import chunks, events, text_of
+from tests.client.gateway.test_requests import values_of
 from tests.client.gateway.toy_gateway import ToyGateway, toy_gateway
 from tests.client.scripted import CONTEXT, VOCAB, toy_text
 from tests.client.world import ToyTokenizer
 
+UNSUPPORTED = "unsupported_parameter"
 QUESTION = [{"role": "user", "content": "ABC"}]
 TOKENIZER = ToyTokenizer()
 
@@ -150,6 +155,11 @@ def test_log_probabilities_come_where_they_are_asked_for(gateway: ToyGateway) ->
     assert tokens == content
     text = post(gateway, "/v1/completions", {"model": "toy", "prompt": "abc", "logprobs": 0, "max_tokens": 4}).json()
     assert text["choices"][0]["logprobs"]["text_offset"] == [0, 1, 2, 3]
+    body = {"model": "toy", "prompt": "abc", "logprobs": 0, "max_tokens": 4, "n": 2, "stream": True}
+    found = [choice for chunk in chunks(post(gateway, "/v1/completions", body).content) for choice in chunk["choices"]]
+    for index in range(2):
+        told = [choice["logprobs"] for choice in found if choice["index"] == index and choice["logprobs"]]
+        assert [offset for each in told for offset in each["text_offset"]] == [0, 1, 2, 3]
 
 
 def test_the_end_of_an_answer_says_which_hops_made_it_where_that_is_asked_for(gateway: ToyGateway) -> None:
@@ -182,12 +192,20 @@ def test_the_models_are_listed(client: openai.OpenAI) -> None:
         ({"max_tokens": True}, 400, "max_tokens", "invalid_value"),
         ({"max_tokens": 1.5}, 400, "max_tokens", "invalid_value"),
         ({"max_tokens": CONTEXT}, 400, "max_tokens", "context_length_exceeded"),
-        ({"tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format.type", "unsupported_parameter"),
-        ({"store": True}, 400, "store", "unsupported_parameter"),
+        ({"tools": [{"type": "function"}]}, 400, "tools", UNSUPPORTED),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format.type", UNSUPPORTED),
+        ({"store": True}, 400, "store", UNSUPPORTED),
         ({"stream_options": {"wishes": 1}}, 400, "stream_options.wishes", "unknown_parameter"),
         ({"logit_bias": {"one": 1}}, 400, "logit_bias", "invalid_value"),
-        ({"logit_bias": {"500": 1}}, 400, None, "invalid_value"),
+        (
+            {"stream_options": {"include_obfuscation": True}},
+            400,
+            "stream_options.include_obfuscation",
+            "unsupported_parameter",
+        ),
+        ({"prompt_cache_retention": "24h"}, 400, "prompt_cache_retention", UNSUPPORTED),
+        ({"logit_bias": {"500": 1}}, 400, "logit_bias", "invalid_value"),
+        ({"stop_token_ids": [500]}, 400, "stop_token_ids", "invalid_value"),
         ({"top_logprobs": 2}, 400, "top_logprobs", "invalid_value"),
         ({"n": 17}, 400, "n", "invalid_value"),
         ({"max_completion_tokens": 9}, 400, "max_tokens", "invalid_value"),
@@ -212,6 +230,8 @@ def test_what_asks_for_nothing_is_taken(gateway: ToyGateway) -> None:
         "response_format": {"type": "text"},
         "store": False,
         "user": "somebody",
+        "safety_identifier": "somebody",
+        "prompt_cache_key": "a key",
         "metadata": {"a": "b"},
         "logit_bias": None,
         "stop": None,
@@ -241,6 +261,8 @@ def test_what_asks_for_nothing_is_taken(gateway: ToyGateway) -> None:
         (b"[" * 50_000, "application/json", 400),
         (b'{"n": ' + b"9" * 5000 + b"}", "application/json", 400),
         (b"\xff\xfe", "application/json", 400),
+        (rb'{"model": "toy", "prompt": "a\ud800"}', "application/json", 400),
+        (rb'{"model": "toy", "prompt": "a", "stop": ["\udfff"]}', "application/json", 400),
         (b'{"model": "toy"}', "text/plain", 415),
         (b" " * 70_000, "application/json", 413),
     ],
@@ -345,3 +367,30 @@ def test_ids_that_a_model_does_not_have_are_refused(gateway: ToyGateway) -> None
     response = post(gateway, "/v1/completions", {"model": "toy", "prompt": [1, VOCAB]})
     assert response.status_code == 400
     assert str(VOCAB) in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == "prompt"
+
+
+def test_an_empty_text_cannot_be_gone_on_from(gateway: ToyGateway) -> None:
+    for prompt in ("", ["abc", ""]):
+        response = post(gateway, "/v1/completions", {"model": "toy", "prompt": prompt})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize(("path", "schema"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
+def test_what_the_description_says_of_answers_holds(gateway: ToyGateway, path: str, schema: dict[str, Any]) -> None:
+    described = gateway.http.get("/openapi.json").json()["paths"][path]["post"]
+    assert described["requestBody"]["content"]["application/json"]["schema"] == schema
+
+    @settings(max_examples=25, deadline=None)
+    @given(plain=values_of(schema))
+    def hold(plain: dict[str, Any]) -> None:
+        short = {"model": "toy", "max_tokens": 3, "max_completion_tokens": None, "n": 2}
+        body = plain | {name: value for name, value in short.items() if name in schema["properties"]}
+        response = gateway.http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+        told = described["responses"][str(response.status_code)]["content"]
+        if response.headers["content-type"].startswith("text/event-stream"):
+            assert events(response.content)
+        else:
+            check(response.json(), told["application/json"]["schema"], "answer")
+
+    hold()
