@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 _PROBE_LIMIT_S = 30.0
 _STALE = 3
 _LOOK_AGAIN_S = 15.0
+_MOST_MODELS = 64
 
 
 class Served:
@@ -51,7 +52,7 @@ class Served:
         self.problem = ""
 
     async def probe(self) -> None:
-        """Have one token made. Never raises SwarmError; `problem` says what was wrong."""
+        """Have one token made. Raises nothing of its own; `problem` says what was wrong."""
         try:
             async with asyncio.timeout(_PROBE_LIMIT_S), contextlib.aclosing(self._one_token()) as pieces:
                 async for piece in pieces:
@@ -61,6 +62,9 @@ class Served:
             self.problem = f"no token came through within {_PROBE_LIMIT_S:g} s"
         except SwarmError as error:
             self.problem = str(error)
+        except Exception:  # the other models, and this one later, are asked all the same
+            _log.exception("a bug of this program, while it asked %s for a token", self.name)
+            self.problem = "the gateway made a mistake; its log says which"
 
     def _one_token(self) -> AsyncGenerator[Piece, None]:
         return self.client.generate([1], GenerationConfig(max_new_tokens=1))
@@ -70,14 +74,26 @@ Connect = Callable[[str], Awaitable[SwarmClient]]
 
 
 class Fleet:
-    """A context that closes what it was offered and what it connected to. `connect` makes the client of a model."""
+    """A context that closes what it was offered and what it connected to. `connect` makes the client of a model.
+
+    Of the models that the swarm names by itself `most` are taken: anybody may name more.
+    """
 
     def __init__(
-        self, directory: Directory, connect: Connect, *, probe_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        directory: Directory,
+        connect: Connect,
+        *,
+        probe_s: float,
+        most: int = _MOST_MODELS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.directory = directory
         self._connect = connect
         self._probe_s = probe_s
+        self._most = most
+        self._found: set[str] = set()  # digests of those that were not asked for by name
+        self._told: dict[str, str] = {}  # of each digest that was left out, why
         self._clock = clock
         self._served: dict[str, Served] = {}
         self._background: list[asyncio.Task[None]] = []
@@ -157,13 +173,34 @@ class Fleet:
 
     async def add_new(self) -> None:
         """Every model of the swarm that is not there yet; those that nobody serves whole may come later."""
+        found = served_models(model_records(await self.directory.collect(MODELS_TOPIC)))
+        if len(self._served) >= self._most:
+            await self._make_room({model.digest for model in found})
         known = {served.digest for served in self.served}
-        for model in served_models(model_records(await self.directory.collect(MODELS_TOPIC))):
-            if model.digest not in known:
+        told, self._told = self._told, {}
+        # those that could not be had come last: they must not keep others waiting
+        for model in sorted(found, key=lambda model: model.digest in told):
+            if model.digest in known:
+                continue
+            why = f"{self._most} models are offered already"
+            if len(self._served) < self._most:
                 try:
                     await self.add(model.digest)
+                    self._found.add(model.digest)
+                    continue
                 except SwarmError as error:
-                    _log.warning("%s is left out for now: %s", model.name, error)
+                    why = str(error)
+            self._told[model.digest] = why
+            if told.get(model.digest) != why:
+                _log.warning("%s is left out for now: %s", model.name, why)
+
+    async def _make_room(self, announced: set[str]) -> None:
+        """Part with models that the swarm named once and names no more, and that nobody uses."""
+        for name, served in list(self._served.items()):
+            if served.digest in self._found - announced and not served.client.routes:
+                del self._served[name]
+                self._found.discard(served.digest)
+                await served.client.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -183,6 +220,8 @@ class Fleet:
                 await self.add_new()
             except SwarmError as error:
                 _log.warning("what the swarm serves cannot be looked up: %s", error)
+            except Exception:  # it may be better the next time
+                _log.exception("a bug of this program, while it looked for models")
 
     async def _probe_quiet(self) -> None:
         """Ask for a token where nobody else has lately."""

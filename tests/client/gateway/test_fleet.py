@@ -10,11 +10,12 @@ import pytest
 
 from client.gateway.fleet import Fleet
 from client.gateway.watch import SwarmWatch
+from swarm.directory import MemoryDirectory
 from swarm.errors import NotCovered, RequestError
 from tests.client.world import World, run
 
 
-def in_a_fleet(test: Callable[[World, Fleet, list[str]], Awaitable[None]]) -> None:
+def in_a_fleet(test: Callable[[World, Fleet, list[str]], Awaitable[None]], *, most: int = 64) -> None:
     """`test` gets a fleet that connects to the toy model, and the names that were asked for."""
 
     async def main(world: World) -> None:
@@ -27,7 +28,7 @@ def in_a_fleet(test: Callable[[World, Fleet, list[str]], Awaitable[None]]) -> No
                 raise NotCovered("nobody serves it")
             return world.client()
 
-        async with Fleet(world.swarm.directory, connect, probe_s=1.0) as fleet:  # type: ignore[arg-type]
+        async with Fleet(world.swarm.directory, connect, probe_s=1.0, most=most) as fleet:  # type: ignore[arg-type]
             await test(world, fleet, asked)
 
     run(main)
@@ -82,6 +83,61 @@ def test_a_probe_makes_a_model_ready_or_says_why_not() -> None:
         assert "layers 0:6" in served.problem
 
     in_a_fleet(test)
+
+
+def test_a_bug_in_a_probe_is_told_and_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(world: World, fleet: Fleet, asked: list[str]) -> None:
+        await fleet.add("toy")
+        (served,) = fleet.served
+        generate, served.client.generate = served.client.generate, None  # type: ignore[assignment,method-assign]
+        await served.probe()
+        assert "its log says which" in served.problem
+        assert "a bug of this program" in caplog.text
+        served.client.generate = generate  # type: ignore[method-assign]
+        await served.probe()
+        assert fleet.is_ready(served)
+
+    in_a_fleet(test)
+
+
+def test_the_swarm_cannot_name_models_without_end() -> None:
+    async def test(world: World, fleet: Fleet, asked: list[str]) -> None:
+        await fleet.add_new()
+        assert asked == []
+
+    in_a_fleet(test, most=0)
+
+
+def test_a_model_that_nobody_names_any_more_makes_room() -> None:
+    async def test(world: World, fleet: Fleet, asked: list[str]) -> None:
+        await fleet.add_new()
+        await fleet.add_new()
+        assert len(fleet.served) == 1
+        fleet.directory = MemoryDirectory()
+        await fleet.add_new()
+        assert fleet.served == []
+        fleet.directory = world.swarm.directory
+        await fleet.add("toy")  # by name: it stays
+        fleet.directory = MemoryDirectory()
+        await fleet.add_new()
+        assert len(fleet.served) == 1
+
+    in_a_fleet(test, most=1)
+
+
+def test_a_model_that_cannot_be_had_is_complained_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(world: World) -> None:
+        await world.three()
+
+        async def connect(model: str) -> object:
+            raise NotCovered("nobody serves it")
+
+        async with Fleet(world.swarm.directory, connect, probe_s=1.0) as fleet:  # type: ignore[arg-type]
+            await fleet.add_new()
+            await fleet.add_new()
+            assert caplog.text.count("is left out for now: nobody serves it") == 1
+
+    run(main)
 
 
 def test_those_who_look_at_the_same_time_share_a_look_and_one_who_leaves_takes_it_from_nobody() -> None:
