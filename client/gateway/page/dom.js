@@ -41,8 +41,8 @@ export async function copy(text, button) {
     byId("copy-text").select();
     return;
   }
-  const before = button.textContent;
+  const name = (button.dataset.name ??= button.textContent); // pressed twice, it must not stay at "Copied"
   button.textContent = "Copied";
   say("Copied");
-  setTimeout(() => (button.textContent = before), 1500);
+  setTimeout(() => (button.textContent = name), 1500);
 }

@@ -1,7 +1,5 @@
 // What became of each peer, from one state of the swarm to the next. No element is touched here.
 
-import { clock } from "./words.js";
-
 const KEPT_S = 120;
 
 /** `now` is the browser's clock in seconds; the gateway's may differ. */
@@ -66,9 +64,6 @@ function changeOf(before, peer, condition) {
 }
 
 export const nameOf = (peer) => peer.name || peer.peer_id.slice(0, 8);
-
-/** A line for the list of events. */
-export const stamped = (text, date) => ({ at: clock(date), text });
 
 /** Sessions that go the same way, as one: [{hops, answers, tokens}]. */
 export function routesInUse(model) {

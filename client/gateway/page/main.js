@@ -36,6 +36,7 @@ function wantKey() {
   const told = hasKey() ? "The gateway does not take this key." : "This gateway asks for a key.";
   setText(byId("key-told"), `${told} It stays in this tab and is forgotten with it.`);
   byId("key-forget").hidden = !hasKey();
+  dialog.returnValue = ""; // Esc leaves there what it was the last time
   if (!dialog.open) dialog.showModal();
   return new Promise((resolve) => {
     dialog.addEventListener("close", () => resolve(dialog.returnValue === "given"), { once: true });

@@ -19,6 +19,7 @@ const COLUMNS = [
 
 export class SwarmView {
   #models = new Map();
+  #none = make("p", { class: "muted" }, "No model is offered yet.");
 
   /** Show what /api/swarm says. */
   show(state) {
@@ -39,7 +40,8 @@ export class SwarmView {
       }
       for (const text of view.show(model, date.getTime() / 1e3)) this.#tell(text, date);
     }
-    if (!state.models.length) byId("models").replaceChildren(make("p", { class: "muted" }, "No model is offered yet."));
+    if (state.models.length) this.#none.remove();
+    else if (!this.#none.isConnected) byId("models").append(this.#none);
   }
 
   #tell(text, date) {

@@ -107,7 +107,9 @@ def test_a_chat_goes_from_typing_to_the_streamed_answer(
         # the next turn knows the first one
         ask(page, "And of Italy?")
         expect(page.locator(SEEN)).to_have_count(2)
-        page.get_by_role("button", name="Copy as curl").last.click()
+        for _ in range(2):
+            page.get_by_role("button", name=re.compile("Copy as curl|Copied")).last.click()
+        expect(page.get_by_role("button", name="Copy as curl")).to_have_count(2)  # its name comes back
         words = shlex.split(page.evaluate("navigator.clipboard.readText()"))
         sent = json.loads(words[words.index("-d") + 1])
         assert [message["content"] for message in sent["messages"]] == [QUESTION, text, "And of Italy?"]
@@ -253,6 +255,18 @@ def test_events_are_read_whatever_the_pieces(someone: Visitor) -> None:
         assert all(each == ["one", "two\nthree"] for each in found)
 
 
+def test_a_swarm_without_models_says_so_until_there_is_one(someone: Visitor) -> None:
+    with someone.visit() as page:
+        told = page.evaluate("""async () => {
+            const { SwarmView } = await import("/swarm.js");
+            const [view, models] = [new SwarmView(), document.getElementById("models")];
+            const shown = (state) => (view.show(state), models.innerText || models.textContent);
+            const state = await (await fetch("/api/swarm")).json();
+            return [{ models: [] }, { models: [] }, state].map(shown);
+        }""")
+        assert [text.count("No model is offered yet.") for text in told] == [1, 1, 0]
+
+
 def test_a_key_is_asked_for_where_the_gateway_wants_one(someone: Visitor) -> None:
     with toy_gateway(keys=Keys(["sk-the-key-of-tests"])) as gateway:
         keyed = Visitor(someone.browser, gateway.url)
@@ -260,8 +274,17 @@ def test_a_key_is_asked_for_where_the_gateway_wants_one(someone: Visitor) -> Non
             page.get_by_label("Key", exact=True).fill("wrong")
             page.keyboard.press("Enter")
             expect(page.locator("#key-told")).to_contain_text("does not take this key")
+            page.keyboard.press("Escape")  # who does not want to is not asked again, until there is a question
+            expect(page.get_by_role("dialog")).to_be_hidden()
+            ask(page, "abc")
+            expect(page.get_by_role("dialog")).to_be_visible()
+            page.keyboard.press("Escape")
+            expect(page.get_by_role("alert")).to_contain_text("the API key is wrong")
+            expect(page.get_by_role("dialog")).to_be_hidden()
+            page.get_by_role("button", name="API key").click()
             page.get_by_label("Key", exact=True).fill("sk-the-key-of-tests")
             page.keyboard.press("Enter")
+            page.get_by_role("button", name="New chat").click()
             expect(page.get_by_text("layers on 3 machines")).to_be_visible()
             ask(page, "abc")
             expect(page.locator(".answer .facts")).to_contain_text("tokens")
