@@ -18,10 +18,20 @@ from peer.service import Load
 from peer.worker import StepOutcome
 from swarm.engine.base import Step
 from swarm.errors import BadStep
+from swarm.records import Work
 from tests.client.gateway.toy_gateway import toy_gateway
 from tests.conftest import ROOT
 
-LOAD = Load(kv_free=3, kv_total=9, sessions=2, queue=1, state="serving", layer_time_s=None, prefill_time_s=None)
+LOAD = Load(
+    kv_free=3,
+    kv_total=9,
+    sessions=2,
+    queue=1,
+    state="serving",
+    layer_time_s=None,
+    prefill_time_s=None,
+    work=Work(engine="paged", blocks=7, blocks_used=5),
+)
 
 
 def families(page: bytes | str) -> Iterator[Metric]:
@@ -49,6 +59,8 @@ def test_a_peer_counts_its_steps_and_says_how_it_is_now() -> None:
     assert value(page, "swarm_peer_failures_total", kind="bad_step") == 1
     assert value(page, "swarm_peer_kv_free_tokens") == 3
     assert value(page, "swarm_peer_connections") == 4
+    assert value(page, "swarm_peer_kv_blocks") == 7
+    assert value(page, "swarm_peer_kv_blocks_used") == 5
     assert value(page, "swarm_peer_serving") == 1
 
 
@@ -57,7 +69,9 @@ def test_a_gateway_counts_what_it_answered() -> None:
         for _ in range(2):
             gateway.http.post("/v1/completions", json={"model": "toy", "prompt": "abc", "max_tokens": 5})
         gateway.http.post("/v1/completions", json={"model": "other", "prompt": "abc"})
+        gateway.http.get("/v1/models/toy")
         page = gateway.http.get("/metrics").text
+    assert value(page, "swarm_gateway_requests_total", endpoint="/v1/models/NAME", status="200") == 1
     assert value(page, "swarm_gateway_requests_total", endpoint="/v1/completions", status="200") == 2
     assert value(page, "swarm_gateway_requests_total", endpoint="/v1/completions", status="404") == 1
     assert value(page, "swarm_gateway_failures_total", code="model_not_found") == 1
