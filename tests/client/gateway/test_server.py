@@ -255,7 +255,7 @@ def test_sixty_four_streams_at_once_all_say_the_right_thing() -> None:
 
         def ask() -> None:
             with httpx.Client(base_url=gateway.url, timeout=PATIENCE_S, verify=False) as http:
-                response = http.post("/v1/completions", json={**LONG, "max_tokens": 12, "stream": True})
+                response = http.post("/v1/completions", json={**LONG, "max_tokens": 5, "stream": True})
                 texts.append(text_of(chunks(response.content)))
 
         threads = [threading.Thread(target=ask) for _ in range(64)]
@@ -263,7 +263,7 @@ def test_sixty_four_streams_at_once_all_say_the_right_thing() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert texts == [TEXT[:12]] * 64
+        assert texts == [TEXT[:5]] * 64
         assert gateway.sessions == 0
 
 
