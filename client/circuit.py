@@ -27,8 +27,11 @@ from client.config import ClientConfig
 from client.hop import Hop, close_all
 from client.lines import Lines
 from client.pace import Pace
+from swarm.engine.steps import all_finite
 from swarm.errors import (
+    BadStep,
     LocalProtocolError,
+    PeerFailed,
     PeerStalled,
     PeerUnreachable,
     ProtocolError,
@@ -49,7 +52,8 @@ _LOOK_AGAIN_S = 1.0
 class Fault:
     """What went wrong, on the word of which hop (or about it), and which peer it is about.
 
-    `apart` names two neighbouring peers that lost each other, where neither can be blamed.
+    `apart` names two neighbouring peers that lost each other, or of which one refuses what the other sends, where
+    neither can be blamed.
     """
 
     error: SwarmError
@@ -315,6 +319,8 @@ class Circuit:
         if output.hidden is None or output.hidden.shape != expected:
             shape = None if output.hidden is None else output.hidden.shape
             raise RemoteProtocolError(f"peer {hop.name} sent hidden states of shape {shape}, not {expected}")
+        if not all_finite(output.hidden):
+            raise RemoteProtocolError(f"peer {hop.name} sent hidden states that hold numbers that are not finite")
         forward = dataclasses.replace(
             flight.forward, hidden=output.hidden, dtype=self._config.dtype, trace=output.trace
         )
@@ -348,6 +354,14 @@ class Circuit:
 
     def _hop_fault(self, hop: Hop, error: SwarmError) -> None:
         error = fault_of(hop.peer_id, error, ProtocolError, StepError)
+        place = self.hops.index(hop)
+        if isinstance(error, BadStep) and self._is_established and place and not self._relayed[place]:
+            # it is not our step that is refused. By way of this client the next one shows whose doing it is
+            before = self.hops[place - 1]
+            told = PeerFailed(f"peer {hop.name} refuses what peer {before.name} sends: {error}", peer=before.peer_id)
+            apart = (before.peer_id, hop.peer_id)
+            self._fault(Fault(error=told, hop=hop, accused=before.peer_id, apart=apart))
+            return
         self._fault(Fault(error=error, hop=hop, accused=getattr(error, "peer", "") or hop.peer_id))
 
     def _fault(self, fault: Fault) -> None:

@@ -48,6 +48,7 @@ from swarm.wire.messages import (
     Failure,
     Forward,
     Hello,
+    Hidden,
     HopTrace,
     Leaving,
     Link,
@@ -151,6 +152,7 @@ class ScriptedPeer:
         self.on_step: Callable[[int, Forward], None] = lambda count, forward: None
         self.on_open: Callable[[OpenSession], None] = lambda ask: None
         self.alter: Callable[[Output], Output] = lambda output: output
+        self.spoil: Callable[[Hidden], Hidden] = lambda hidden: hidden
         self.greeting: Callable[[], Hello] = self.hello
         self.unreachable: set[str] = set()
         self.files: dict[str, bytes] = {}
@@ -414,6 +416,8 @@ class ScriptedPeer:
             values = [int(token) for token in forward.tokens]
         elif forward.hidden is None or forward.hidden.shape != (len(forward.tokens), WIDTH):
             raise BadStep("no hidden states")
+        elif not np.isfinite(forward.hidden).all():
+            raise BadStep("no numbers")
         else:
             values = [int(value) for value in forward.hidden[:, 0]]
         for layer, cached in session.caches.items():
@@ -437,7 +441,7 @@ class ScriptedPeer:
                 )
                 session.opener.send(self.alter(output))
                 return
-            hidden = np.tile(np.array(values, np.float32)[:, None], (1, WIDTH))
+            hidden = self.spoil(np.tile(np.array(values, np.float32)[:, None], (1, WIDTH)))
             if session.onward is None:
                 self.relayed += 1
                 session.opener.send(self.alter(dataclasses.replace(output, hidden=hidden)))

@@ -96,7 +96,7 @@ def test_a_turn_that_fails_can_be_tried_again() -> None:
     async def test(world: World) -> None:
         await world.three()
         async with world.client().session(SHORT) as chat:
-            world.swarm.peers["b"].on_step = at_step(3, failing(BadStep("no")))
+            world.swarm.peers["a"].on_step = at_step(3, failing(BadStep("no")))
             with pytest.raises(BadStep):
                 await chat.send("Hello")
             assert chat.messages == ()

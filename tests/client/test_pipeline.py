@@ -27,7 +27,7 @@ from swarm.errors import (
     UnknownSession,
 )
 from swarm.sampling import Sampling
-from swarm.wire.messages import Forward, Hello, OpenSession, Output
+from swarm.wire.messages import Forward, Hello, Hidden, OpenSession, Output
 from tests.client.scripted import ScriptedPeer, toy_text
 from tests.client.world import QUICK, World, run
 from tests.swarm.loops import until
@@ -467,11 +467,42 @@ def test_hidden_states_of_the_wrong_shape_blame_their_sender(prompt: list[int]) 
     run(test)
 
 
-@pytest.mark.parametrize("error", [BadStep("this step is wrong"), ContextExceeded("too long")])
-def test_what_is_no_peers_fault_surfaces_and_nobody_is_banned(prompt: list[int], error: SwarmError) -> None:
+SPOILT: dict[str, Callable[[Hidden], Hidden]] = {
+    "of another width": lambda hidden: hidden[:, :3],
+    "that are no numbers": lambda hidden: hidden * np.float32(np.nan),
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_hidden_states_that_the_next_hop_refuses_blame_their_sender_and_not_who_refuses(
+    prompt: list[int], what: str
+) -> None:
+    """Which of the two it is shows when they come by way of the client."""
+
     async def test(world: World) -> None:
         await world.three()
-        peer = world.swarm.peers["b"]
+        b = world.swarm.peers["b"]
+
+        def spoil() -> None:
+            b.spoil = SPOILT[what]
+
+        b.on_step = at_step(7, spoil)
+        pipeline = world.pipeline()
+        assert await world.write(pipeline, prompt, COUNT) == toy_text(prompt, COUNT)
+        assert pipeline.describe_route() == "a 0:2 → spare 2:4 → c 4:6"
+        refused, found = world.said("repairing")
+        assert "peer c refuses what peer b sends" in refused
+        assert "peer b sent hidden states" in found
+        await pipeline.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize(("name", "error"), [("a", BadStep("this step is wrong")), ("b", ContextExceeded("too long"))])
+def test_what_is_no_peers_fault_surfaces_and_nobody_is_banned(prompt: list[int], name: str, error: SwarmError) -> None:
+    async def test(world: World) -> None:
+        await world.three()
+        peer = world.swarm.peers[name]
         peer.on_step = at_step(7, failing(error))
         pipeline = world.pipeline()
         with pytest.raises(type(error), match=str(error)):
