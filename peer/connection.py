@@ -31,6 +31,20 @@ class Connection:
         """ "ip:port" of the caller as seen here."""
         return self._stream.remote
 
+    @property
+    def host(self) -> str:
+        """The caller's address, whatever its port."""
+        return host_of(self._stream)
+
+    @property
+    def closed(self) -> bool:
+        return self._stream.closed
+
+    @property
+    def waits(self) -> bool:
+        """An answer is being made for it."""
+        return bool(self._tasks)
+
     def send(self, message: Message) -> float:
         """Queue it; see `Stream.send`. Raises why the connection ended, if it did."""
         return self._stream.send(message)
@@ -75,3 +89,7 @@ class Connection:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def host_of(stream: Stream) -> str:
+    return stream.remote.rpartition(":")[0]

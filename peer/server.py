@@ -8,7 +8,8 @@
                           AskTopic, AskFile           likewise, but one after another: their answers are large
                   its end ─► all its sessions end
 
-Messages of a connection are taken in order, and no more are taken while its caller does not read. A
+Messages of a connection are taken in order, and no more are taken while its caller does not read. Where all connections
+are taken, one that does nothing gives way to a caller of a host that has fewer of them: no host can have them all. A
 bootstrap is the same without a span.
 """
 
@@ -16,17 +17,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Self, TypeVar, cast
 
-from peer.connection import Connection
+from peer.connection import Connection, host_of
 from peer.desk import Desk
 from peer.service import SpanService
-from swarm.errors import PeerFailed, PeerLost, RemoteProtocolError, SwarmError, UnknownSession
+from swarm.errors import PeerBusy, PeerFailed, PeerLost, RemoteProtocolError, SwarmError, UnknownSession
 from swarm.identity import Identity
 from swarm.limits import Limits
 from swarm.listener import Listener
-from swarm.stream import Stream, listen
+from swarm.stream import MAX_CONNECTIONS, Stream, listen
 from swarm.wire.failures import error_to_failure
 from swarm.wire.message import Message
 from swarm.wire.messages import Attach, CloseSession, Failure, Forward, Hello, Link, OpenSession
@@ -57,14 +59,16 @@ class PeerServer:
         identity: Identity,
         hello: Callable[[], Hello],
         desk: Desk,
+        most_connections: int = MAX_CONNECTIONS,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._identity = identity
         self._hello = hello
         self._desk = desk
+        self._most_connections = most_connections
         self._sleep = sleep
         self._service: SpanService | None = None
-        self._connections: set[Connection] = set()
+        self._connections: dict[Connection, None] = {}  # the oldest first
         self._listener: Listener | None = None
         self._sweeper: asyncio.Task[None] | None = None
         self._on_the_spot: dict[type[Message], _OnTheSpot] = {}
@@ -80,7 +84,16 @@ class PeerServer:
 
     async def start(self, host: str, port: int) -> None:
         """Raises ConfigError where the address cannot be listened on."""
-        self._listener = await listen(host, port, self._identity, self._hello, self._serve, limits=_LIMITS)
+        self._listener = await listen(
+            host,
+            port,
+            self._identity,
+            self._hello,
+            self._serve,
+            limits=_LIMITS,
+            max_connections=self._most_connections,
+            make_room=self._make_room,
+        )
         self.port = self._listener.port
 
     def begin(self, service: SpanService) -> None:
@@ -118,7 +131,7 @@ class PeerServer:
     async def _serve(self, stream: Stream) -> None:
         """From the greeting to the end. What it raises ends this connection alone."""
         connection = Connection(stream)
-        self._connections.add(connection)
+        self._connections[connection] = None
         try:
             while True:
                 self._take(connection, await stream.receive())
@@ -126,10 +139,24 @@ class PeerServer:
         except PeerLost:
             _log.debug("%r ended", connection)
         finally:
-            self._connections.discard(connection)
+            del self._connections[connection]
             if self._service is not None:
                 self._service.lost(connection)
             await connection.end()
+
+    def _make_room(self, newcomer: Stream) -> bool:
+        """End the oldest idle connection of the host that has most, if it has more than the newcomer's would."""
+        there = [connection for connection in self._connections if not connection.closed]
+        held = Counter(connection.host for connection in there)
+        idle = [connection for connection in there if not self._is_used(connection)]
+        found = max(idle, key=lambda connection: held[connection.host], default=None)
+        if found is None or held[found.host] <= held[host_of(newcomer)] + 1:
+            return False
+        found.abort(PeerBusy(f"all connections are taken, {held[found.host]} by {found.host}, and this one was idle"))
+        return True
+
+    def _is_used(self, connection: Connection) -> bool:
+        return connection.waits or (self._service is not None and self._service.serves(connection))
 
     def _take(self, connection: Connection, message: Message) -> None:
         if isinstance(message, Forward):

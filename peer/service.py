@@ -275,6 +275,10 @@ class SpanService:
             return 0, 0, 0
         return session.received, session.computed, session.sent
 
+    def serves(self, connection: Connection) -> bool:
+        """It has opened a session that is still there, or brings the steps of one."""
+        return self._table.knows(connection)
+
     # -- ends
 
     def lost(self, connection: Connection) -> None:

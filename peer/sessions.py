@@ -141,6 +141,10 @@ class SessionTable:
     def openers(self) -> set[Hashable]:
         return {session.opener for session in self._sessions.values()}
 
+    def knows(self, connection: Hashable) -> bool:
+        """It is the opener of a session, or attached to one."""
+        return connection in self._per_connection or any(s.attached == connection for s in self._sessions.values())
+
     # -- opening and closing
 
     def admit(self, connection: Hashable, ask: OpenSession) -> Session:

@@ -43,6 +43,7 @@ _MOST_TOGETHER = 64 << 10
 # what a small message costs in memory beyond its bytes
 _OVERHEAD = 1 << 10
 _BUSY_RETRY_S = 5.0
+MAX_CONNECTIONS = 256
 
 
 class Stream(asyncio.Protocol):
@@ -327,15 +328,17 @@ async def listen(
     handle: Callable[[Stream], Awaitable[None]],
     *,
     limits: Limits = DEFAULT_LIMITS,
-    max_connections: int = 256,
+    max_connections: int = MAX_CONNECTIONS,
+    make_room: Callable[[Stream], bool] = lambda _: False,
 ) -> Listener:
     """Listen on HOST:PORT (port 0: any), greet whoever comes with `hello()`, and run `handle` for each.
 
     A connection ends when its `handle` does. An exception there ends that connection alone: a SwarmError is
     told to the other side as a Failure; anything else is a bug, is logged, and is told as `peer_failed`.
-    Over `max_connections` callers are told `peer_busy`. Raises ConfigError where the port cannot be had.
+    Over `max_connections` callers are told `peer_busy`, unless `make_room` ended another for them. Raises ConfigError
+    where the port cannot be had.
     """
-    reception = _Reception(peer_context(identity), hello, handle, limits, max_connections)
+    reception = _Reception(peer_context(identity), hello, handle, limits, max_connections, make_room)
     # those who are told that there is no room need some, too
     return Listener(await bind(host, port), reception.serve, 2 * max_connections)
 
@@ -349,6 +352,7 @@ class _Reception:
     handle: Callable[[Stream], Awaitable[None]]
     limits: Limits
     max_connections: int
+    make_room: Callable[[Stream], bool]
 
     async def serve(self, accepted: socket.socket, crowd: int) -> None:
         stream = Stream(Role.PEER, self.limits)
@@ -381,7 +385,7 @@ class _Reception:
 
     def _admit(self, stream: Stream, crowd: int) -> None:
         theirs, mine = stream.hello, self.hello()
-        if crowd > self.max_connections:
+        if crowd > self.max_connections and not self.make_room(stream):
             raise PeerBusy(f"all {self.max_connections} connections are taken", retry_after=_BUSY_RETRY_S)
         if theirs.role == "client" and theirs.model and mine.model and theirs.model != mine.model:
             raise PeerFailed(f"this peer serves model {mine.model[:12]}, not {theirs.model[:12]}")

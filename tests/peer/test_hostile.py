@@ -22,6 +22,7 @@ from peer.config import SessionLimits
 from peer.connection import Connection
 from peer.desk import Shelf
 from peer.service import Serving, SpanService
+from swarm.errors import PeerBusy
 from swarm.manifest import describe_file
 from swarm.spans import LayerRange
 from swarm.wire.codec import encode
@@ -70,12 +71,12 @@ class Socket:
 
 
 @asynccontextmanager
-async def stranger(host: Host) -> AsyncIterator[Socket]:
+async def stranger(host: Host, *, at: str = "127.0.0.1") -> AsyncIterator[Socket]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     reader, writer = await asyncio.open_connection(
-        host.address.host, host.address.port, ssl=context, server_hostname=""
+        host.address.host, host.address.port, ssl=context, server_hostname="", local_addr=(at, 0)
     )
     try:
         yield Socket(reader, writer)
@@ -335,6 +336,32 @@ def test_who_has_a_session_may_send_the_largest_step_that_it_takes() -> None:
     service.open(Watched(), opening).close()
     service.attach(Watched(), Attach(request=1, session="session-1", epoch=0, secret=SECRET))
     assert allowed == [MAX_STEP_TOKENS * (4 + 4 * hidden_size)] * 2
+
+
+def test_no_host_has_all_connections_and_none_with_a_session_gives_way() -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            host = await stack.enter_async_context(toy_peer(most_connections=4))
+            greedy = [await stack.enter_async_context(stranger(host, at="127.0.0.2")) for _ in range(4)]
+            for one in greedy:
+                await one.greet()
+            ask = OpenSession(
+                request=1, session="session-1", epoch=0, secret=SECRET, first=0, last=LAYERS, max_tokens=10
+            )
+            await greedy[0].send(frame_of(ask))
+            assert (await greedy[0].frame())[0]["kind"] == "opened"
+            callers = [await stack.enter_async_context(calling(host)) for _ in range(2)]
+            for gone in greedy[1:3]:
+                assert await gone.last_words() == {}
+            with pytest.raises(PeerBusy, match="all 4 connections are taken"):  # both hosts have as many now
+                await stack.enter_async_context(calling(host))
+            await until(lambda: host.server.connections == 4)
+            await callers[1].ping()
+            await greedy[3].send(frame_of(Ping(request=1)))
+            assert (await greedy[3].frame())[0]["kind"] == "pong"
+            assert host.service.load().sessions == 1
+
+    asyncio.run(main())
 
 
 def test_callers_that_ask_for_files_and_read_nothing_take_little_memory(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ async def toy_peer(
     shelf: Shelf | None = None,
     directory: MemoryDirectory | None = None,
     clock: Callable[[], float] | None = None,
+    most_connections: int = 256,
 ) -> AsyncIterator[Host]:
     identity, manifest = Identity.generate(), toy_manifest()
     engine = engine or ToyEngine(span)
@@ -114,7 +115,7 @@ async def toy_peer(
     desk.open_directory(directory or MemoryDirectory(), lambda: ["/ip4/10.0.0.1/tcp/4/p2p/Q"])
     if shelf is not None:
         desk.stock(shelf)
-    async with PeerServer(identity=identity, hello=hello, desk=desk) as server:
+    async with PeerServer(identity=identity, hello=hello, desk=desk, most_connections=most_connections) as server:
         server.begin(service)
         await server.start("127.0.0.1", 0)
         yield Host(identity=identity, server=server, engine=engine, service=service, failed=failed)
