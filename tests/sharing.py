@@ -1,8 +1,11 @@
 """How two processes share the suite: a plugin for pytest-xdist, loaded by tests/conftest.py.
 
 A file stays whole, for the swarm of its own that it may have. The files on the one standing swarm
-(tests/cases/conftest.py) stay together, so that it is started once. What starts peers comes first: such shares are
-long, and a long one that began last would leave the other process idle.
+(tests/cases/conftest.py) stay together, so that it is started once.
+
+Their share is the longest, and comes first. While one process is at it, the other makes all that is made but once
+(tests/conftest.py): nobody waits for it then. What else starts peers follows: such shares are long, and a long one that
+began last would leave the other process idle.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ _ROOT = Path(__file__).parent.parent
 _PROCESSES = 2
 """More would only wait: peers compute, and the longest share is half of the whole."""
 _STANDING = "standing_swarm"
+MADE_ONCE = {"tiny_irs", "tiny_checkpoints", "checkpoint_packages", "smollm2_static_package"}
+"""Fixtures that take long where the user's cache has not got what they make."""
 
 
 class Shares(LoadScopeScheduling):
@@ -49,6 +54,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _rank(item: pytest.Item) -> int:
-    if item.nodeid.startswith("tests/cases/"):
+    path = item.nodeid.partition("::")[0]
+    if share_of(path) == _STANDING:
         return 0
-    return 1 if item.get_closest_marker("model") else 2
+    if MADE_ONCE & set(getattr(item, "fixturenames", ())):
+        return 1
+    if path.startswith("tests/cases/"):
+        return 2
+    return 3 if item.get_closest_marker("model") else 4

@@ -18,14 +18,24 @@ from client.options import messages
 from swarm.demo import GRID, PROMPT, show_prompt
 from swarm.manifest import load_manifest
 from tests.conftest import ChatIds, GreedyReference
+from tests.export.test_package import contents
 from tests.harness import PATIENCE_S, ROOT, ports_of, run_swarm, still_running, swarm_command, wait_until
 
 TOKENS = 32
 
 
-def test_its_text_is_that_of_the_unsplit_model(
-    smollm2_package: Path, smollm2_tokenizer: Any, chat_ids: ChatIds, greedy_reference: GreedyReference
+def test_on_a_new_machine_its_text_is_that_of_the_unsplit_model(
+    smollm2_gguf: Path,
+    smollm2_package: Path,
+    smollm2_tokenizer: Any,
+    chat_ids: ChatIds,
+    greedy_reference: GreedyReference,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Its cache is empty. So what it exports is a second export of the file, too: the same, byte for byte."""
+    monkeypatch.setenv("SWARM_DEMO_MODEL", str(smollm2_gguf))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     done = run_swarm("demo", "--json", "--max-new-tokens", str(TOKENS), timeout=2 * PATIENCE_S)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
@@ -40,6 +50,8 @@ def test_its_text_is_that_of_the_unsplit_model(
     parts = ("network_s", "queue_s", "compute_s", "codec_s", "other_s")
     whole = sum(hop[part] for hop in hops for part in parts) + said["return_s"] + said["client_s"]
     assert whole == pytest.approx(said["token_s"], rel=0.05)
+    (exported,) = tmp_path.glob("*/demo/*/manifest.json")
+    assert contents(exported.parent) == contents(smollm2_package)
 
 
 def test_more_peers_than_the_grid_allows_are_refused(smollm2_gguf: Path) -> None:

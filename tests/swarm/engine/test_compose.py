@@ -31,8 +31,8 @@ class Unsplit:
     """The source graph, run as it is."""
 
     def __init__(self, ir: Path) -> None:
-        self.model = ov.Core().read_model(ir)
-        self._request = ov.Core().compile_model(self.model, "CPU", F32).create_infer_request()
+        self.compiled = ov.Core().compile_model(ov.Core().read_model(ir), "CPU", F32)
+        self._request = self.compiled.create_infer_request()
 
     def __call__(self, start: int, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         n = len(tokens)
@@ -45,6 +45,9 @@ class Unsplit:
         logits: NDArray[np.float32] = self._request.infer(inputs)[0][0]
         return logits.copy()
 
+    def forget(self) -> None:
+        self._request.reset_state()
+
 
 def chained(engines: Sequence[StatefulEngine], start: int, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
     """Logits of all `tokens` out of spans in a row."""
@@ -56,8 +59,9 @@ def chained(engines: Sequence[StatefulEngine], start: int, tokens: NDArray[np.in
     return np.asarray(out, np.float32)
 
 
-def assert_same_bits(ir: Path, package: Path, cuts: Sequence[int], *, steps: int, prompt: int) -> None:
-    manifest, unsplit = load_manifest(package), Unsplit(ir)
+def assert_same_bits(unsplit: Unsplit, package: Path, cuts: Sequence[int], *, steps: int, prompt: int) -> None:
+    manifest = load_manifest(package)
+    unsplit.forget()
     engines = [open_engine(package, manifest, LayerRange(a, b)) for a, b in pairwise(cuts)]
     for engine in engines:
         engine.open("s", prompt + steps)
@@ -71,8 +75,12 @@ def assert_same_bits(ir: Path, package: Path, cuts: Sequence[int], *, steps: int
 
 
 def compiled_ops(model: ov.Model) -> Counter[str]:
+    return ops_of(ov.Core().compile_model(model, "CPU", F32))
+
+
+def ops_of(compiled: ov.CompiledModel) -> Counter[str]:
     kinds: Counter[str] = Counter()
-    for node in ov.Core().compile_model(model, "CPU", F32).get_runtime_model().get_ops():
+    for node in compiled.get_runtime_model().get_ops():
         kind = node.get_rt_info()["layerType"]
         kinds[str(getattr(kind, "value", kind))] += 1
     return kinds
@@ -83,20 +91,25 @@ def compiled_ops(model: ov.Model) -> Counter[str]:
 def test_spans_in_a_row_equal_the_unsplit_graph_to_the_bit(
     family: str, cuts: tuple[int, ...], tiny_irs: Mapping[str, Path], tiny_packages: Mapping[str, Path]
 ) -> None:
-    ir = tiny_irs[family] / "openvino_model.xml"
-    assert_same_bits(ir, tiny_packages[family], cuts, steps=12, prompt=20)
+    unsplit = Unsplit(tiny_irs[family] / "openvino_model.xml")
+    assert_same_bits(unsplit, tiny_packages[family], cuts, steps=12, prompt=20)
+
+
+@pytest.fixture(scope="module")
+def real(smollm2_ir: Path) -> Unsplit:
+    return Unsplit(smollm2_ir)
 
 
 @pytest.mark.parametrize("cuts", [(0, 30), (0, 11, 19, 30)], ids=["whole", "three spans"])
 def test_a_real_model_equals_its_unsplit_graph_to_the_bit(
-    cuts: tuple[int, ...], smollm2_ir: Path, smollm2_package: Path
+    cuts: tuple[int, ...], real: Unsplit, smollm2_package: Path
 ) -> None:
-    assert_same_bits(smollm2_ir, smollm2_package, cuts, steps=6, prompt=24)
+    assert_same_bits(real, smollm2_package, cuts, steps=6, prompt=24)
 
 
-def test_mask_and_rotary_values_are_computed_once_for_thirty_layers(smollm2_ir: Path, smollm2_package: Path) -> None:
+def test_mask_and_rotary_values_are_computed_once_for_thirty_layers(real: Unsplit, smollm2_package: Path) -> None:
     manifest = load_manifest(smollm2_package)
-    unsplit = compiled_ops(ov.Core().read_model(smollm2_ir))
+    unsplit = ops_of(real.compiled)
     whole = compiled_ops(compose(smollm2_package, manifest, manifest.span))
     assert whole["ScaledDotProductAttention"] == unsplit["ScaledDotProductAttention"] == 30
     for kind in ("ShapeOf", "Range", "Eltwise", "FullyConnected"):
