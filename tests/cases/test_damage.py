@@ -18,7 +18,7 @@ from tests.harness import local_swarm, run_swarm
 
 PROMPT = "Name three things that bees do."
 TOKENS = 16
-GIVEN, WANTED = "0:15", "15:30"
+GIVEN, WANTED = "0:22", "22:30"
 
 
 def copy_of(package: Path, folder: Path) -> Path:
@@ -47,22 +47,22 @@ def test_bad_files_are_named_and_never_served_and_a_good_peer_takes_the_span(
     flipped, gone, torn = (copy_of(smollm2_package, tmp_path / name) for name in ("flipped", "gone", "torn"))
     (torn / MANIFEST).unlink()
     (torn / MANIFEST).write_text("{")
-    damage(flipped / "layer_017.bin")
-    (gone / "layer_015.bin").unlink()
+    damage(flipped / "layer_024.bin")
+    (gone / "layer_022.bin").unlink()
     cache = tmp_path / "cache"
     with local_swarm(tmp_path / "swarm", giving, [GIVEN]) as swarm:
         (giver,) = swarm.members
-        damage(giving / "layer_020.bin")  # it goes on to serve its own layers well, and to give this file away
+        damage(giving / "layer_028.bin")  # it goes on to serve its own layers well, and to give this file away
 
         def bad(package: Path | str, name: str, span: str = WANTED, *options: str) -> Member:
             return swarm.join(package, span, name=name, initial=[giver.address], options=options)
 
         expected = [
-            (bad(flipped, "flipped"), 4, f"{flipped / 'layer_017.bin'} is damaged"),
+            (bad(flipped, "flipped"), 4, f"{flipped / 'layer_024.bin'} is damaged"),
             (bad(torn, "torn"), 4, f"{torn / MANIFEST} is no manifest of use"),
-            (bad(gone, "gone", "auto", "--max-memory", "1GB"), 4, f"{gone / 'layer_015.bin'} cannot be read"),
+            (bad(gone, "gone", "auto", "--max-memory", "1GB"), 4, f"{gone / 'layer_022.bin'} cannot be read"),
             # what is wrong there is what the peer gave it
-            (bad(manifest.name, "fetcher", WANTED, "--cache-dir", str(cache)), 7, "wrong bytes for layer_020.bin"),
+            (bad(manifest.name, "fetcher", WANTED, "--cache-dir", str(cache)), 7, "wrong bytes for layer_028.bin"),
         ]
         for member, code, text in expected:
             assert wait_for_end(member) == code, member.log_tail()
@@ -88,7 +88,7 @@ def test_bad_files_are_named_and_never_served_and_a_good_peer_takes_the_span(
         )
         swarm.wait([again])
         assert {path: path.stat().st_mtime_ns for path in kept} == kept
-        for entry in manifest.files([f"layer_{layer:03d}" for layer in range(15, 30)]):
+        for entry in manifest.files([f"layer_{layer:03d}" for layer in range(22, 30)]):
             (path,) = cache.rglob(entry.path)
             assert hashlib.sha256(path.read_bytes()).hexdigest() == entry.sha256
         assert names_of(giver, manifest.digest) == {giver.name, "good", "again"}

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from swarm.engine.base import Step
 from swarm.engine.compose import compose, open_engine
-from swarm.engine.device import compile_span
+from swarm.engine.device import CompiledSpan, compile_span
 from swarm.engine.stateful import StatefulEngine
 from swarm.errors import ConfigError, DamagedFile, EngineError, PackageError
 from swarm.manifest import load_manifest
@@ -33,6 +33,7 @@ class Unsplit:
     def __init__(self, ir: Path) -> None:
         self.compiled = ov.Core().compile_model(ov.Core().read_model(ir), "CPU", F32)
         self._request = self.compiled.create_infer_request()
+        self.vocab_size = int(self.compiled.outputs[0].partial_shape[-1].get_length())
 
     def __call__(self, start: int, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         n = len(tokens)
@@ -59,13 +60,15 @@ def chained(engines: Sequence[StatefulEngine], start: int, tokens: NDArray[np.in
     return np.asarray(out, np.float32)
 
 
-def assert_same_bits(unsplit: Unsplit, package: Path, cuts: Sequence[int], *, steps: int, prompt: int) -> None:
-    manifest = load_manifest(package)
+def spans_of(package: Path, cuts: Sequence[int]) -> list[StatefulEngine]:
+    return [open_engine(package, load_manifest(package), LayerRange(a, b)) for a, b in pairwise(cuts)]
+
+
+def assert_same_bits(unsplit: Unsplit, engines: Sequence[StatefulEngine], *, steps: int, prompt: int) -> None:
     unsplit.forget()
-    engines = [open_engine(package, manifest, LayerRange(a, b)) for a, b in pairwise(cuts)]
     for engine in engines:
         engine.open("s", prompt + steps)
-    tokens = np.random.default_rng(1).integers(3, manifest.vocab_size, prompt).astype(np.int32)
+    tokens = np.random.default_rng(1).integers(3, unsplit.vocab_size, prompt).astype(np.int32)
     start = 0
     for _ in range(steps):
         expected, found = unsplit(start, tokens), chained(engines, start, tokens)
@@ -92,7 +95,7 @@ def test_spans_in_a_row_equal_the_unsplit_graph_to_the_bit(
     family: str, cuts: tuple[int, ...], tiny_irs: Mapping[str, Path], tiny_packages: Mapping[str, Path]
 ) -> None:
     unsplit = Unsplit(tiny_irs[family] / "openvino_model.xml")
-    assert_same_bits(unsplit, tiny_packages[family], cuts, steps=12, prompt=20)
+    assert_same_bits(unsplit, spans_of(tiny_packages[family], cuts), steps=12, prompt=20)
 
 
 @pytest.fixture(scope="module")
@@ -100,22 +103,31 @@ def real(smollm2_ir: Path) -> Unsplit:
     return Unsplit(smollm2_ir)
 
 
-@pytest.mark.parametrize("cuts", [(0, 30), (0, 11, 19, 30)], ids=["whole", "three spans"])
-def test_a_real_model_equals_its_unsplit_graph_to_the_bit(
-    cuts: tuple[int, ...], real: Unsplit, smollm2_package: Path
-) -> None:
-    assert_same_bits(real, smollm2_package, cuts, steps=6, prompt=24)
-
-
-def test_mask_and_rotary_values_are_computed_once_for_thirty_layers(real: Unsplit, smollm2_package: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(smollm2_package: Path) -> CompiledSpan:
+    """The real model as one span."""
     manifest = load_manifest(smollm2_package)
-    unsplit = ops_of(real.compiled)
-    whole = compiled_ops(compose(smollm2_package, manifest, manifest.span))
-    assert whole["ScaledDotProductAttention"] == unsplit["ScaledDotProductAttention"] == 30
+    return compile_span(compose(smollm2_package, manifest, manifest.span), attention_layers=30)
+
+
+def test_a_real_model_equals_its_unsplit_graph_to_the_bit(
+    real: Unsplit, whole: CompiledSpan, smollm2_package: Path
+) -> None:
+    manifest = load_manifest(smollm2_package)
+    assert_same_bits(real, [StatefulEngine(whole, manifest, manifest.span)], steps=6, prompt=24)
+
+
+def test_three_spans_of_a_real_model_do_too(real: Unsplit, smollm2_package: Path) -> None:
+    assert_same_bits(real, spans_of(smollm2_package, (0, 11, 19, 30)), steps=6, prompt=24)
+
+
+def test_mask_and_rotary_values_are_computed_once_for_thirty_layers(real: Unsplit, whole: CompiledSpan) -> None:
+    unsplit, found = ops_of(real.compiled), ops_of(whole.model)
+    assert found["ScaledDotProductAttention"] == unsplit["ScaledDotProductAttention"] == 30
     for kind in ("ShapeOf", "Range", "Eltwise", "FullyConnected"):
-        assert whole[kind] == unsplit[kind], kind
+        assert found[kind] == unsplit[kind], kind
     # The choice of rows adds four, the batch and length taken from hidden states three.
-    assert whole.total() - unsplit.total() <= 8
+    assert found.total() - unsplit.total() <= 8
 
 
 def test_layers_with_different_windows_do_not_share_their_masks(tiny_packages: Mapping[str, Path]) -> None:
