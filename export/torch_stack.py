@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
@@ -16,7 +17,8 @@ from swarm.errors import ConfigError
 NEEDED = ("torch", "transformers", "optimum-intel", "safetensors", "nncf")
 
 
-def versions() -> dict[str, str]:
+@functools.cache  # each is read from a file, and each part of a package names them
+def versions() -> Mapping[str, str]:
     """Of what a package depends on beside the checkpoint. Raises ConfigError naming what is not installed."""
     try:
         return {name: version(name) for name in (*NEEDED, "openvino")}
