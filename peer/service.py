@@ -220,6 +220,8 @@ class SpanService:
     def _begin(self, engine: Engine, key: str, session: Session, prefix: bytes) -> int:
         """In the worker's thread: a session in the engine; how many tokens of its prefix are there already."""
         engine.open(key, session.max_tokens)
+        opener, opened_at = session.opener, session.opened_at
+        self._schedule.opened(key, client=opener, engine=engine, opened_at=opened_at, now=self._clock())
         if self._room is None or not self._shares:
             return 0
         ids = self._room.adopt(key, prefix, tag=f"{session.span} {engine.numerics}".encode())

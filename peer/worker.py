@@ -269,9 +269,12 @@ class Worker:
     def _serve(self) -> None:
         stuck = False
         while True:
-            self._take(wait=stuck or not len(self._schedule))
+            self._take(None if not len(self._schedule) else _LOOK_AGAIN_S if stuck else 0.0)
+            while (wait := self._schedule.worth_waiting(self._clock())) and self._take(wait):
+                pass
             while self._calls:
                 call = self._calls.popleft()
+                self._take(0.0)  # the steps that came before it: a session that it closes has none left then
                 self._finish([(call, _outcome_of(call.function))])
             self._refuse(self._schedule.hopeless(self._clock()))
             portions = self._schedule.round(self._clock())
@@ -281,18 +284,21 @@ class Worker:
             elif self._ended:
                 return
 
-    def _take(self, *, wait: bool) -> None:
-        """What has come into the schedule. Waits for something, where that is wanted: not long if there is work."""
+    def _take(self, seconds: float | None) -> bool:
+        """What has come into the schedule; waits so long (None: for ever) for something. Whether anything has."""
         try:
-            job = self._due.get(wait, _LOOK_AGAIN_S if len(self._schedule) else None)
-            while True:
-                if isinstance(job, _StepJob):
-                    self._schedule.add(job)
-                elif job is _END:
-                    self._ended = True
-                job = self._due.get_nowait()
+            job = self._due.get(seconds != 0.0, seconds)
         except queue.Empty:
-            pass
+            return False
+        while True:
+            if isinstance(job, _StepJob):
+                self._schedule.add(job)
+            elif job is _END:
+                self._ended = True
+            try:
+                job = self._due.get_nowait()
+            except queue.Empty:
+                return True
 
     def _refuse(self, jobs: Sequence[_StepJob]) -> None:
         if jobs:
