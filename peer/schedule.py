@@ -49,8 +49,9 @@ MOST_STEPS = 64
 PAUSE_S = 3.0
 PATIENCE_S = 10.0
 LINGER = 0.1
-"""The part of the last round's time for which a device waits for those who are about to come. Sixteen sessions over two
-stages in pretended time (tests/peer/test_stages.py) get 0.93 of what two full batches would with 0.05 to 0.3, 0.77 with 0.
+"""The part of the last round's time for which a device waits for those who are about to come. In pretended time
+(tests/peer/test_stages.py) sixteen sessions over two stages get 0.93 of what two full batches would, anywhere between
+0.05 and 0.3; without it 0.77.
 """
 
 

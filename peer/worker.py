@@ -270,8 +270,9 @@ class Worker:
         stuck = False
         while True:
             self._take(None if not len(self._schedule) else _LOOK_AGAIN_S if stuck else 0.0)
-            while (wait := self._schedule.worth_waiting(self._clock())) and self._take(wait):
-                pass
+            while not self._calls and (wait := self._schedule.worth_waiting(self._clock())):
+                if not self._take(wait):
+                    break
             while self._calls:
                 call = self._calls.popleft()
                 self._take(0.0)  # the steps that came before it: a session that it closes has none left then
