@@ -54,7 +54,7 @@ class Street:
 
     @property
     def is_empty(self) -> bool:
-        """No session, no step that waits, no block that somebody holds, nobody that a schedule or a way onward knows."""
+        """No session, step or held block is left, and nobody whom a schedule or a way onward knows."""
         return all(map(_is_empty, self.services))
 
     async def empties(self) -> None:

@@ -75,7 +75,8 @@ def test_sixteen_at_once_write_what_each_writes_alone(
     texts = texts if family == "mistral" else clear_texts(tiny_packages[family], LENGTHS, COUNT)
 
     async def story() -> None:
-        async with street(tiny_packages[family], kinds) as made, made.client("one") as one, made.client("other") as other:
+        peers = street(tiny_packages[family], kinds)
+        async with peers as made, made.client("one") as one, made.client("other") as other:
             await crowd([one, other], texts, random.Random(1))
             await made.empties()
             assert not [event for event in made.events if event.stage is Stage.REPAIRING]
