@@ -64,8 +64,8 @@ def run(say: Say, *, tokens: int = TOKENS, rounds: int = ROUNDS) -> Report:
         goals={"two_streams_vs_mono": (">=", 1.8), "two_streams_drafts_vs_mono": (">=", 2.6)},
         notes=[
             "published: two streams 1.20 times one unsplit user, with drafts 1.79",
-            f"drafts: scripted, {GUESSES} guesses a window, {ACCEPTANCE:.1%} accepted (published), each charged {SHARE:.0%} "
-            "of the unsplit model's time for a token",
+            f"drafts: scripted, {GUESSES} guesses a window, {ACCEPTANCE:.1%} accepted (published), each charged "
+            f"{SHARE:.0%} of the unsplit model's time for a token",
             f"f32, {tokens} tokens after prompts of {len(prompts[0])}, prompts included for the peers",
         ],
     )
