@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 RECENT_S = 0.5
 LONGEST_GAP_S = 10.0
+_NEARLY = 2 / 3
 
 
 @dataclass(eq=False)
@@ -35,5 +36,9 @@ class Tenant:
             self.is_ahead = self.gap_s < (self.hops - 1) * self.round_s / 2
 
     def writes(self, now: float) -> bool:
-        """Its next token is about to come: no later than the last ones did, with some patience."""
+        """Its next token is going to come: no later than the last ones did, with some patience."""
         return now - self.short_at < RECENT_S + 2 * self.gap_s
+
+    def is_nearly_back(self, at: float) -> bool:
+        """Its next token may come any moment then."""
+        return self.writes(at) and at >= self.short_at + _NEARLY * self.gap_s

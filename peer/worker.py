@@ -278,11 +278,8 @@ class Worker:
                 self._take(0.0)  # the steps that came before it: a session that it closes has none left then
                 self._finish([(call, _outcome_of(call.function))])
             self._refuse(self._schedule.hopeless(self._clock()))
-            portions = self._schedule.round(self._clock())
-            stuck = not portions
-            if portions:
-                self._compute(portions)
-            elif self._ended:
+            stuck = not self._run_round()
+            if stuck and self._ended:
                 return
 
     def _take(self, seconds: float | None) -> bool:
@@ -300,6 +297,13 @@ class Worker:
                 job = self._due.get_nowait()
             except queue.Empty:
                 return True
+
+    def _run_round(self) -> bool:
+        """False where there is none. Nothing of it is held afterwards: no caller, no engine."""
+        portions = self._schedule.round(self._clock())
+        if portions:
+            self._compute(portions)
+        return bool(portions)
 
     def _refuse(self, jobs: Sequence[_StepJob]) -> None:
         if jobs:

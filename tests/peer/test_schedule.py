@@ -218,6 +218,10 @@ def test_a_round_waits_a_little_for_the_rest_of_a_batch_and_for_nothing_else() -
         schedule.ran(schedule.round(0.0), 0.02, 0.02)
     schedule.add(due("a", start=1, at=0.05, hops=2))
     assert schedule.worth_waiting(0.05) == pytest.approx(LINGER * 0.02)
+    for name in "bcd":
+        schedule._tenants[name].gap_s = 1.0
+    assert schedule.worth_waiting(0.05) == 0.0, "the others are far away"
+    schedule._tenants["d"].gap_s = 0.03
     assert schedule.worth_waiting(0.05 + LINGER * 0.02) == 0.0
     schedule.add(due("long", 100, at=0.05))
     assert schedule.worth_waiting(0.05) == 0.0, "there is something to do"

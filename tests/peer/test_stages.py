@@ -150,9 +150,10 @@ def test_users_who_come_together_are_spread_over_both_stages_in_batches_that_sta
 
 @pytest.mark.parametrize("users", [2, 8])
 def test_who_has_a_step_at_every_stage_is_in_every_batch(users: int) -> None:
-    """Two windows of drafts under way over two stages: a stage never has less than one of each user."""
+    """Two windows of drafts under way over two stages: each has one at each stage. In batches of half of them they get
+    0.65 of this."""
     line = Line(2, [Writer(under_way=2, tokens=4)] * users)
-    assert speed(line) > 0.85 * users / (BASE_S + EACH_S * 4 * users)
+    assert speed(line) > 0.8 * users / (BASE_S + EACH_S * 4 * users)
 
 
 def test_users_of_fewer_hops_and_far_ones_cost_the_others_no_batches() -> None:
