@@ -123,6 +123,9 @@ class Schedule(Protocol[D]):
     def remove(self, due: D) -> None:
         """It is over, or nobody wants it any more."""
 
+    def clear(self) -> None:
+        """Nobody waits any more."""
+
     def worth_waiting(self, now: float) -> float:
         """Seconds to wait for more steps before the next round."""
 
@@ -160,6 +163,9 @@ class InTurn(Generic[D]):
 
     def remove(self, due: D) -> None:
         self._due.remove(due)
+
+    def clear(self) -> None:
+        self._due.clear()
 
     def worth_waiting(self, now: float) -> float:
         return 0.0
@@ -229,6 +235,9 @@ class Shared(Generic[D]):
 
     def remove(self, due: D) -> None:
         self._due.remove(due)
+
+    def clear(self) -> None:
+        self._due.clear()
 
     def opened(self, session: str, *, client: Hashable, engine: object, opened_at: float, now: float) -> None:
         self._tenants[session] = Tenant(client, engine, opened_at, now)

@@ -20,13 +20,14 @@ import numpy as np
 
 from peer.config import SessionLimits
 from peer.connection import Connection
+from peer.job import StepOutcome
 from peer.lane import Lane
 from peer.onward import Onward
 from peer.pace import Pace, Throughput
 from peer.schedule import InTurn, Schedule, Shared
 from peer.segments import Builder, Segments
 from peer.sessions import Session, SessionTable
-from peer.worker import StepOutcome, Worker
+from peer.worker import Worker
 from swarm.engine.base import Engine, Step
 from swarm.engine.tables import Tables
 from swarm.errors import BadStep, EngineError, PeerBusy, PeerFailed, PeerLeaving, SwarmError, UnknownSession

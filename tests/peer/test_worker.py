@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from peer.job import StepOutcome
 from peer.schedule import InTurn, Shared
-from peer.worker import StepOutcome, Worker
+from peer.worker import Worker
 from swarm.engine.base import Step, StepResult
 from swarm.engine.blocks import BlockPool
 from swarm.engine.tables import Tables
@@ -287,6 +288,32 @@ def test_a_step_that_waits_when_its_session_ends_is_not_remembered() -> None:
         assert (schedule._tenants, schedule._served, len(schedule)) == ({}, {}, 0)
 
     asyncio.run(main())
+
+
+def test_a_bug_in_the_schedule_is_told_to_who_waits_and_the_thread_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Buggy(InTurn[Any]):
+        rounds = 0
+
+        def round(self, now: float) -> list[Any]:
+            self.rounds += 1
+            if self.rounds == 1:
+                raise ZeroDivisionError("nobody writes")
+            return super().round(now)
+
+    async def main() -> None:
+        engine, worker = ToyEngine(WHOLE), Worker(Buggy())
+        worker.start()
+        engine.open("a", 50)
+        with pytest.raises(PeerFailed, match="nobody writes"):
+            await worker.run(engine, step("a"), Sampling(), NO_IDS)
+        assert (await worker.run(engine, step("a"), Sampling(), NO_IDS)).choices
+        assert worker.waiting == 0
+        await worker.close()
+
+    asyncio.run(main())
+    assert "nobody foresaw" in caplog.text
 
 
 def test_a_full_queue_refuses() -> None:
