@@ -156,10 +156,11 @@ def test_of_users_who_come_go_and_vanish_while_a_peer_is_lost_nothing_is_left(pa
             assert process.memory_info().rss - memory < 20 << 20
 
     async def story() -> None:
+        gc.collect()  # engines of tests before
         files = psutil.Process().num_fds()
         await soak()
         gc.collect()
-        assert psutil.Process().num_fds() == files
+        assert psutil.Process().num_fds() <= files
         assert not [thread for thread in threading.enumerate() if thread.name == "device"]
 
     asyncio.run(story())
