@@ -121,6 +121,11 @@ def test_a_text_goes_on_from_what_another_session_of_the_same_key_has_left(packa
                     await pipeline.advance(prompt, Sampling())
                     assert pipeline.reused == 0
                     await pipeline.close()
+            made.services[1]._shares = False  # `--no-shared-prefixes` there; the hop that has least counts
+            pipeline = mine.pipeline(len(prompt) + COUNT)
+            answer = await pipeline.advance(prompt, Sampling())
+            assert (pipeline.reused, answer.output.ids.tolist()) == (0, expected[:1])
+            await pipeline.close()
             await made.empties()
 
     asyncio.run(story())

@@ -351,7 +351,10 @@ class Writer:
 
     def next(self, now: float) -> Due:
         known = max(self.known, self.prompt)
-        self.due = due(self.name, known - self.cached, start=self.cached, client=self.client, age=self.age, at=now)
+        count = known - self.cached
+        self.due = due(
+            self.name, count, start=self.cached, client=self.client, age=self.age, at=now, hops=1 + self.prompt % 3
+        )
         return self.due
 
 
