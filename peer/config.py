@@ -99,7 +99,9 @@ class JoinConfig:
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
             raise ConfigError(f"precision is {self.precision!r}; it must be {' or '.join(PRECISIONS)}")
-        resolve_engine(self.engine, self.device)
+        kind = resolve_engine(self.engine, self.device)
+        if self.kv_spill is not None and kind != "paged":
+            raise ConfigError(f"--kv-spill is for the paged engine, and this is the {kind} one: leave one of them out")
         if self.max_memory is not None and self.max_memory <= 0:
             raise ConfigError(f"max_memory is {self.max_memory!r}; it must be over 0 bytes")
         if self.kv_spill_size <= 0:

@@ -15,9 +15,10 @@ from typing import Protocol
 
 import numpy as np
 
+from peer.job import StepOutcome
 from peer.onward import NextHop
 from peer.sessions import Arrival, Session, SessionTable
-from peer.worker import StepOutcome, Worker
+from peer.worker import Worker
 from swarm.engine.base import Engine, Step
 from swarm.errors import BadStep, ContextExceeded, LocalProtocolError, PeerFailed, PeerLost, PeerStalled, SwarmError
 from swarm.sampling import Choice

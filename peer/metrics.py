@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from peer.job import StepOutcome
 from peer.service import Load
-from peer.worker import StepOutcome
 from swarm.engine.base import Step
 from swarm.errors import SwarmError
 from swarm.records import SERVING

@@ -105,9 +105,9 @@ class Segments:
 
     async def _build(self, layers: LayerRange) -> _Segment:
         assert self._builder is not None  # without one there are no entries to ask for
-        if len(self._segments) + len(self._building) > self._builder.most:
-            self._make_place(layers)
         loop = asyncio.get_running_loop()
+        if len(self._segments) + len(self._building) > self._builder.most:
+            await loop.run_in_executor(None, self._make_place(layers).clear)  # freeing a graph takes its time
         reason = await loop.run_in_executor(None, self._builder.refuse, layers)
         if reason:
             raise PeerBusy(f"layers {layers} need a graph of their own: {reason}", retry_after=_RETRY_S)
@@ -118,14 +118,15 @@ class Segments:
         segment = self._segments[layers] = _Segment(engine, idle_since=self._clock())
         return segment
 
-    def _make_place(self, layers: LayerRange) -> None:
+    def _make_place(self, layers: LayerRange) -> list[Engine]:
+        """The engine that is given up for it, for the caller to let go of off the loop. Raises PeerBusy."""
         unused = [(segment.idle_since, part) for part, segment in self._segments.items() if not segment.users]
         if not unused:
             raise PeerBusy(
                 f"layers {layers} need a graph of their own, and all places for such graphs are in use",
                 retry_after=_RETRY_S,
             )
-        del self._segments[min(unused)[1]]
+        return [self._segments.pop(min(unused)[1]).engine]
 
     def _built(self, layers: LayerRange, task: asyncio.Task[_Segment]) -> None:
         self._building.pop(layers, None)

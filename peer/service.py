@@ -20,13 +20,14 @@ import numpy as np
 
 from peer.config import SessionLimits
 from peer.connection import Connection
+from peer.job import StepOutcome
 from peer.lane import Lane
 from peer.onward import Onward
 from peer.pace import Pace, Throughput
 from peer.schedule import InTurn, Schedule, Shared
 from peer.segments import Builder, Segments
 from peer.sessions import Session, SessionTable
-from peer.worker import StepOutcome, Worker
+from peer.worker import Worker
 from swarm.engine.base import Engine, Step
 from swarm.engine.tables import Tables
 from swarm.errors import BadStep, EngineError, PeerBusy, PeerFailed, PeerLeaving, SwarmError, UnknownSession
@@ -220,6 +221,8 @@ class SpanService:
     def _begin(self, engine: Engine, key: str, session: Session, prefix: bytes) -> int:
         """In the worker's thread: a session in the engine; how many tokens of its prefix are there already."""
         engine.open(key, session.max_tokens)
+        opener, opened_at = session.opener, session.opened_at
+        self._schedule.opened(key, client=opener, engine=engine, opened_at=opened_at, now=self._clock())
         if self._room is None or not self._shares:
             return 0
         ids = self._room.adopt(key, prefix, tag=f"{session.span} {engine.numerics}".encode())

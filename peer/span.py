@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import psutil
@@ -20,6 +21,7 @@ from swarm.errors import ConfigError
 from swarm.footprint import in_words, step_bytes, weight_bytes
 from swarm.spans import LayerRange
 
+_log = logging.getLogger(__name__)
 _PARTS = 2
 _SPARE_SHARE = 0.2
 
@@ -55,6 +57,8 @@ def load_span(config: JoinConfig, supply: Supply, tested: SelfTest) -> Serving:
         store = engine.store
         if config.kv_spill is not None:
             store.spill_to(Spill(config.kv_spill, most_bytes=config.kv_spill_size))
+    elif config.kv_spill is not None:
+        _log.warning("--kv-spill is for the paged engine, which does not run here: nothing goes to disk")
 
     def part_bytes(layers: LayerRange) -> int:
         """What a graph of these layers adds to this process."""

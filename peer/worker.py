@@ -29,10 +29,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from peer.schedule import Due, InTurn, Portion, Schedule
-from swarm.engine.base import Engine, Step, StepResult
-from swarm.errors import BadStep, EngineError, LocalProtocolError, PeerBusy, PeerFailed, SwarmError
-from swarm.sampling import Choice, Sampling, choose
+from peer.job import StepJob, StepOutcome, device_failed
+from peer.schedule import InTurn, Portion, Schedule
+from swarm.engine.base import Engine, Step
+from swarm.errors import EngineError, LocalProtocolError, PeerBusy, PeerFailed, SwarmError
+from swarm.sampling import Sampling
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -40,18 +41,6 @@ _SUSPICIOUS_AFTER = 3
 _CALL, _END = object(), object()  # in the queue of steps: look at the calls; the last of all
 _LOOK_AGAIN_S = 0.1
 _RETRY_S = 2.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepOutcome:
-    """What a step gave: `hidden` [n, hidden_size] float32, or (from the span with the head) one choice
-    for each row. Seconds it waited for the device, and kept it; `batch` steps ran in the same call."""
-
-    hidden: NDArray[np.float32] | None
-    choices: tuple[Choice, ...]
-    queue_s: float
-    compute_s: float
-    batch: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,51 +62,7 @@ class _CallJob:
         self.function = function
 
 
-@dataclass(eq=False, kw_only=True)
-class _StepJob(Due):
-    """A step on its way; `future` belongs to the event loop, `dropped` is set from there."""
-
-    future: asyncio.Future[Any]
-    step: Step
-    sampling: Sampling | None
-    history: NDArray[np.int32]
-    dropped: bool = False
-    started_at: float = 0.0
-    compute_s: float = 0.0
-    batch: int = 1  # steps in the last round
-
-    def __post_init__(self) -> None:
-        self.hidden: list[NDArray[np.float32]] = []
-        self.choices: list[Choice] = []
-
-    def portion(self, count: int) -> Step:
-        """The next `count` tokens as a step of their own; of the rows that are wanted, those among them."""
-        step, first, last = self.step, self.done, self.done + count
-        if count == self.tokens:
-            return step
-        return Step(
-            session=step.session,
-            start=step.start + first,
-            tokens=step.tokens[first:last],
-            hidden=None if step.hidden is None else step.hidden[first:last],
-            rows=max(0, last - max(first, self.tokens - step.rows)),
-        )
-
-    def outcome(self) -> StepOutcome:
-        hidden = None
-        if self.sampling is None:
-            hidden = self.hidden[0] if len(self.hidden) == 1 else np.concatenate(self.hidden)
-        queue_s = self.started_at - self.put_at
-        return StepOutcome(
-            hidden=hidden,
-            choices=tuple(self.choices),
-            queue_s=queue_s,
-            compute_s=self.compute_s,
-            batch=self.batch,
-        )
-
-
-_Job = _CallJob | _StepJob
+_Job = _CallJob | StepJob
 _Result = tuple[_Job, Any]
 
 
@@ -136,15 +81,16 @@ class Worker:
         on_failed: Callable[[SwarmError], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._schedule: Schedule[_StepJob] = schedule if schedule is not None else InTurn()
+        self._schedule: Schedule[StepJob] = schedule if schedule is not None else InTurn()
         self._most_waiting = most_waiting
         self._on_failed = on_failed
         self._clock = clock
-        self._due: queue.SimpleQueue[_StepJob | object] = queue.SimpleQueue()
+        self._due: queue.SimpleQueue[StepJob | object] = queue.SimpleQueue()
         self._calls: deque[_CallJob] = deque()
         self._thread = threading.Thread(target=self._serve, name="device", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting = 0
+        self._outstanding: set[StepJob] = set()  # the thread's: not answered yet
         self._failures = 0
         self._closed = False
         self._ended = False  # seen by the thread
@@ -186,7 +132,7 @@ class Worker:
         Raises the step's own StepError; PeerFailed where the device failed; PeerBusy where too much waits.
         Cancelled while it waits, the step never runs; while it runs, its result is dropped.
         """
-        job = _StepJob(
+        job = StepJob(
             session=step.session,
             client=client,
             opened_at=opened_at,
@@ -268,38 +214,58 @@ class Worker:
 
     def _serve(self) -> None:
         stuck = False
-        while True:
-            self._take(wait=stuck or not len(self._schedule))
-            while self._calls:
-                call = self._calls.popleft()
-                self._finish([(call, _outcome_of(call.function))])
-            self._refuse(self._schedule.hopeless(self._clock()))
-            portions = self._schedule.round(self._clock())
-            stuck = not portions
-            if portions:
-                self._compute(portions)
-            elif self._ended:
-                return
+        while not (stuck and self._ended):
+            self._take(None if not len(self._schedule) else _LOOK_AGAIN_S if stuck else 0.0)
+            try:
+                stuck = not self._turn()
+            except Exception as error:  # a bug; that everybody waits for ever would be worse
+                _log.exception("a round failed in a way that nobody foresaw")
+                self._give_up(EngineError(f"a bug of this peer: {type(error).__name__}: {error}"))
+                stuck = True
 
-    def _take(self, *, wait: bool) -> None:
-        """What has come into the schedule. Waits for something, where that is wanted: not long if there is work."""
+    def _turn(self) -> bool:
+        """Calls, then a round, of which nothing is held afterwards; False where there was none."""
+        while not self._calls and (wait := self._schedule.worth_waiting(self._clock())):
+            if not self._take(wait):
+                break
+        while self._calls:
+            call = self._calls.popleft()
+            self._take(0.0)  # the steps that came before it: a session that it closes has none left then
+            self._finish([(call, _outcome_of(call.function))])
+        self._refuse(self._schedule.hopeless(self._clock()))
+        portions = self._schedule.round(self._clock())
+        if portions:
+            self._compute(portions)
+        return bool(portions)
+
+    def _take(self, seconds: float | None) -> bool:
+        """What has come into the schedule; waits so long (None: for ever) for something. Whether anything has."""
         try:
-            job = self._due.get(wait, _LOOK_AGAIN_S if len(self._schedule) else None)
-            while True:
-                if isinstance(job, _StepJob):
-                    self._schedule.add(job)
-                elif job is _END:
-                    self._ended = True
-                job = self._due.get_nowait()
+            job = self._due.get(seconds != 0.0, seconds)
         except queue.Empty:
-            pass
+            return False
+        while True:
+            if isinstance(job, StepJob):
+                self._outstanding.add(job)
+                self._schedule.add(job)
+            elif job is _END:
+                self._ended = True
+            try:
+                job = self._due.get_nowait()
+            except queue.Empty:
+                return True
 
-    def _refuse(self, jobs: Sequence[_StepJob]) -> None:
+    def _refuse(self, jobs: Sequence[StepJob]) -> None:
         if jobs:
             text = "all KV cache of this peer is in use by older sessions; go on elsewhere, or here later"
             self._finish([(job, PeerBusy(text, retry_after=_RETRY_S)) for job in jobs])
 
-    def _compute(self, portions: list[Portion[_StepJob]]) -> None:
+    def _give_up(self, error: EngineError) -> None:
+        """Every step that waits."""
+        self._schedule.clear()
+        self._finish([(job, device_failed(error)) for job in self._outstanding], failure=error)
+
+    def _compute(self, portions: list[Portion[StepJob]]) -> None:
         dropped = [portion.due for portion in portions if portion.due.dropped]
         for job in dropped:
             self._schedule.remove(job)
@@ -328,47 +294,28 @@ class Worker:
         self.done = Done(rounds=done.rounds + 1, steps=done.steps + len(live), tokens=done.tokens + tokens)
         self._finish(results, failure=failure, healthy=bool(good) and failure is None)
 
-    def _forward(self, live: list[Portion[_StepJob]]) -> tuple[list[SwarmError | None], SwarmError | None]:
+    def _forward(self, live: list[Portion[StepJob]]) -> tuple[list[SwarmError | None], SwarmError | None]:
         """Run a round; what went wrong with each step, and with the device."""
         try:
             steps = [portion.due.portion(portion.count) for portion in live]
             engine: Engine = live[0].due.engine  # type: ignore[assignment]  # `run` put it there
             answers = engine.forward(steps)
-            wrong = [
-                _keep(portion.due, step, answer) for portion, step, answer in zip(live, steps, answers, strict=True)
-            ]
+            wrong = [portion.due.keep(step, answer) for portion, step, answer in zip(live, steps, answers, strict=True)]
         except EngineError as error:
-            return [_device_failed(error) for _ in live], error
+            return [device_failed(error) for _ in live], error
         except Exception as error:
             _log.exception("a step failed in a way that nobody foresaw")
             cause = EngineError(f"{type(error).__name__}: {error}")
-            return [_device_failed(cause) for _ in live], cause
+            return [device_failed(cause) for _ in live], cause
         return wrong, next((error for error in wrong if isinstance(error, PeerFailed)), None)
 
     def _finish(self, results: list[_Result], *, failure: SwarmError | None = None, healthy: bool = False) -> None:
         assert self._loop is not None
+        self._outstanding.difference_update(job for job, _ in results if isinstance(job, StepJob))
         try:
             self._loop.call_soon_threadsafe(self._deliver, results, failure, healthy)
         except RuntimeError:
             _log.debug("the event loop ended before its device's last answer")
-
-
-def _keep(job: _StepJob, step: Step, answer: StepResult) -> SwarmError | None:
-    """Put the engine's answer to a portion of the job with the others: as it is, or a token for each row of logits."""
-    if isinstance(answer, EngineError):
-        return _device_failed(answer)
-    if isinstance(answer, SwarmError):
-        return answer
-    if job.sampling is None:
-        job.hidden.append(answer)
-        return None
-    first = step.end - step.rows + 1  # the position that the first of the rows is the choice for
-    try:
-        for position, row in enumerate(answer, first):
-            job.choices.append(choose(row, job.sampling, position=position, history=job.history[:position]))
-    except BadStep as error:  # a token id that the model does not have
-        return error
-    return None
 
 
 def _outcome_of(function: Callable[[], object]) -> object:
@@ -376,12 +323,6 @@ def _outcome_of(function: Callable[[], object]) -> object:
         return function()
     except Exception as error:  # handed to whoever asked
         return error
-
-
-def _device_failed(error: SwarmError) -> PeerFailed:
-    failed = PeerFailed(f"this peer's device failed: {error}")
-    failed.__cause__ = error
-    return failed
 
 
 def _log_failure(future: asyncio.Future[Any]) -> None:

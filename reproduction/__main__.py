@@ -37,7 +37,7 @@ EXPERIMENTS = {
     "beam_idx": "speed by context length with and without the beam_idx Gather",
     "precision": "accuracy against performance mode: speed, and how often greedy text differs",
     "micro_batching": "1, 2 and 3 streams that interleave over two peers, one step at a time",
-    "progression": "two peers with one stream and with two against one unsplit user on one core",
+    "progression": "two peers with one stream, two, and two with drafts, against one unsplit user on one core",
     "three_stages": "three peers and three users, stateful and paged",
     "prefill": "a prompt of 2,000 tokens over two peers against the unsplit model on one core",
     "interference": "the gaps of a running text while prompts of 2,000 tokens arrive",

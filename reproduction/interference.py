@@ -64,6 +64,8 @@ async def _running(crowd: Crowd, tokens: int, length: int | None) -> tuple[list[
     arriving = asyncio.create_task(arrive(length)) if length is not None else None
     try:
         written = await writing
+        if arriving is not None and arriving.done():
+            arriving.result()  # it ended before its time: nothing was measured
     finally:
         if arriving is not None:
             arriving.cancel()

@@ -32,6 +32,7 @@ USERS = 32
 TOKENS = 48
 KILL_EVERY_S = 60.0
 _SETTLE_S = 45.0
+_MORE_FILES = 8  # connections to peers that have come since
 
 
 def run(say: Say, *, seconds: float = SECONDS, users: int = USERS, kill_every_s: float = KILL_EVERY_S) -> Report:
@@ -60,13 +61,17 @@ async def _soak(model: Model, swarm: LocalSwarm, say: Say, seconds: float, users
                 group.create_task(user())
             group.create_task(_kill(swarm, model, mortal, until, kill_every_s, say))
             group.create_task(_tell(done, until, say))
-        after, records = [_held(member) for member in staying], await _settled(model, swarm)
+        records = await _settled(model, swarm)
+        after = [_held(member) for member in staying]
     left = [
         record for record in records if record.sessions or record.queue or (record.work and record.work.blocks_used)
     ]
     if done["wrong"] or left:
         raise AssertionError(f"{done['wrong']} wrong texts; something is left on {[record.name for record in left]}")
     grown = max(now[0] / then[0] for then, now in zip(before, after, strict=True))
+    files = max(now[1] - then[1] for then, now in zip(before, after, strict=True))
+    if files > _MORE_FILES:
+        raise AssertionError(f"a peer that stayed has {files} file descriptors more than before")
     return Report(
         experiment="soak",
         machine=machine(),
@@ -77,11 +82,12 @@ async def _soak(model: Model, swarm: LocalSwarm, say: Say, seconds: float, users
             Row(configuration="sessions and blocks left", value=len(left), unit="peers"),
             Row(
                 configuration="file descriptors more, at most",
-                value=max(now[1] - then[1] for then, now in zip(before, after, strict=True)),
+                value=files,
                 unit="of a peer",
             ),
         ],
         ratios={"memory_after_vs_before": grown},
+        goals={"memory_after_vs_before": ("<=", 1.1)},
         notes=[f"{seconds:.0f} s, {users} users at a time, a peer killed every {kill_every_s:.0f} s"],
     )
 

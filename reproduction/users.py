@@ -17,6 +17,7 @@ from client.events import unheard
 from client.lines import Lines
 from client.pipeline import Pipeline
 from client.planner import Planner
+from client.speculation import Guesser, Speculation
 from reproduction.local import even
 from reproduction.models import Model
 from reproduction.peers import pinned_swarm
@@ -56,17 +57,20 @@ class Users:
         self._planner = planner
         self._config = config
 
-    async def write(self, prompt: Sequence[int], count: int) -> Written:
-        """`count` tokens after `prompt`, greedily, in a session of its own."""
-        pipeline = Pipeline(
+    def _pipeline(self, max_tokens: int) -> Pipeline:
+        return Pipeline(
             planner=self._planner,
             manifest=self._model.manifest,
             lines=self._lines,
             config=self._config,
-            max_tokens=len(prompt) + count,
+            max_tokens=max_tokens,
             clock=time.monotonic,
             on_event=unheard,
         )
+
+    async def write(self, prompt: Sequence[int], count: int) -> Written:
+        """`count` tokens after `prompt`, greedily, in a session of its own."""
+        pipeline = self._pipeline(len(prompt) + count)
         known, times, began = list(prompt), [], time.perf_counter()
         try:
             for left in range(count, 0, -1):
@@ -79,10 +83,36 @@ class Users:
             await pipeline.close()
         return Written(ids=tuple(known[len(prompt) :]), began=began, times=tuple(times), repairs=pipeline.repairs)
 
-    async def together(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[float, list[Written]]:
-        """All at once: tokens a second from the first question to the last token, and what each got."""
+    async def guess(self, prompt: Sequence[int], count: int, guesser: Guesser) -> Written:
+        """As `write`, with a draft."""
+        pipeline = self._pipeline(len(prompt) + count)
+        known, times, began = list(prompt), [], time.perf_counter()
+        end = len(prompt) + count
+        speculation = Speculation(pipeline, known, GREEDY, limit=end - 1, guesser=guesser)
+        pipeline.on_answer = speculation.hear
+        try:
+            while len(known) < end:
+                given = await speculation.next()
+                times += [time.perf_counter()] * len(given.tokens)
+                if len(known) < end:
+                    await speculation.go_on()
+        finally:
+            await speculation.close()
+            await pipeline.close()
+        ids = tuple(known[len(prompt) : end])
+        return Written(ids=ids, began=began, times=tuple(times[:count]), repairs=pipeline.repairs)
+
+    async def together(
+        self, prompts: Sequence[Sequence[int]], count: int, guessers: Sequence[Guesser] = ()
+    ) -> tuple[float, list[Written]]:
+        """All at once: tokens a second from the first question to the last token, and what each got. `guessers`: each
+        one's draft."""
         began = time.perf_counter()
-        written = await asyncio.gather(*(self.write(prompt, count) for prompt in prompts))
+        if guessers:
+            users = [self.guess(prompt, count, guesser) for prompt, guesser in zip(prompts, guessers, strict=True)]
+        else:
+            users = [self.write(prompt, count) for prompt in prompts]
+        written = await asyncio.gather(*users)
         return len(prompts) * count / (time.perf_counter() - began), list(written)
 
 
@@ -117,9 +147,11 @@ class Crowd:
     def write(self, prompt: Sequence[int], count: int) -> Written:
         return self.run(self.users.write(prompt, count))
 
-    def together(self, prompts: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> float:
+    def together(
+        self, prompts: Sequence[Sequence[int]], expected: Sequence[Sequence[int]], guessers: Sequence[Guesser] = ()
+    ) -> float:
         """Tokens a second of all together. Raises AssertionError where one does not get what is expected."""
-        speed, written = self.run(self.users.together(prompts, len(expected[0])))
+        speed, written = self.run(self.users.together(prompts, len(expected[0]), guessers))
         for each, ids in zip(written, expected, strict=True):
             if list(each.ids) != list(ids):
                 raise AssertionError(f"one of {len(prompts)} users got another text than alone")

@@ -19,6 +19,7 @@ from client.planner import Planner
 from peer.config import SessionLimits
 from peer.desk import Desk, Shelf
 from peer.offer import Offer
+from peer.schedule import Shared
 from peer.selftest import SelfTest
 from peer.server import PeerServer
 from peer.service import Serving, SpanService
@@ -43,20 +44,18 @@ _CLEAR = 1e-3
 
 @dataclass
 class Street:
-    """`services` in the order of the route; `events` are what all clients heard."""
+    """`services` and their `servers` in the order of the route, spares last; `events` are what all clients heard."""
 
     manifest: Manifest
     directory: MemoryDirectory
     services: list[SpanService] = field(default_factory=list)
+    servers: list[PeerServer] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
-        """No session, no step that waits, no block that somebody holds."""
-        loads = [service.load() for service in self.services]
-        return all(
-            load.sessions == load.queue == 0 and load.work is not None and load.work.blocks_used == 0 for load in loads
-        )
+        """No session, step or held block is left, and nobody whom a schedule or a way onward knows."""
+        return all(map(_is_empty, self.services))
 
     async def empties(self) -> None:
         await until(lambda: self.is_empty)
@@ -73,6 +72,14 @@ class Street:
         finally:
             await planner.close()
             await lines.close()
+
+
+def _is_empty(service: SpanService) -> bool:
+    load, schedule = service.load(), service._schedule
+    remembered = (schedule._tenants, schedule._served, schedule._due) if isinstance(schedule, Shared) else ()
+    travellers = [hop.travellers for hop in service._onward._hops.values()]
+    assert load.work is not None
+    return not any((load.sessions, load.queue, load.work.blocks_used, service._lanes, *remembered, *travellers))
 
 
 @dataclass
@@ -108,13 +115,18 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def street(
-    package: Path, kinds: Sequence[EngineKind], *, kv_tokens: int = 4096, spill: Path | None = None
+    package: Path,
+    kinds: Sequence[EngineKind],
+    *,
+    spans: Sequence[LayerRange] = SPANS,
+    kv_tokens: int = 4096,
+    spill: Path | None = None,
 ) -> AsyncIterator[Street]:
-    """A peer for each of `SPANS` with an engine of its kind and room for `kv_tokens`, then on disk below `spill`."""
+    """A peer for each of `spans` with an engine of its kind and room for `kv_tokens`, then on disk below `spill`."""
     manifest = load_manifest(package)
     made = Street(manifest, MemoryDirectory())
     async with contextlib.AsyncExitStack() as stack:
-        for number, (span, kind) in enumerate(zip(SPANS, kinds, strict=True)):
+        for number, (span, kind) in enumerate(zip(spans, kinds, strict=True)):
             engine = open_chosen_engine(kind, package, manifest, span, kv_tokens=kv_tokens, threads=1)
             paged = isinstance(engine, PagedEngine)
             if isinstance(engine, PagedEngine) and spill is not None:
@@ -146,6 +158,7 @@ async def street(
             now = time.time()
             await made.directory.publish(replace(record, announced_at=now, expires_at=now + 250).seal(identity))
             made.services.append(service)
+            made.servers.append(server)
         yield made
 
 

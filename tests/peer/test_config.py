@@ -59,6 +59,11 @@ def test_an_npu_gets_the_engine_that_it_can_run(engine: str, device: str, kind: 
     assert config.engine_kind == kind
 
 
+def test_a_disk_is_refused_where_nothing_would_go_there() -> None:
+    with pytest.raises(ConfigError, match="--kv-spill is for the paged engine, and this is the stateful one"):
+        JoinConfig(package="model", cache_dir=Path("cache"), engine="stateful", kv_spill=Path("spill"))
+
+
 def test_what_an_npu_cannot_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="neither state nor dynamic shapes: use --engine static"):
         JoinConfig(package="model", cache_dir=Path("cache"), engine="stateful", device="NPU")

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peer.schedule import ALONE, MOST_STEPS, PATIENCE_S, PAUSE_S, SHORT, Cost, Due, InTurn, Portion, Shared
+from peer.cost import Cost
+from peer.schedule import ALONE, LINGER, MOST_STEPS, PATIENCE_S, PAUSE_S, SHORT, Due, InTurn, Portion, Shared
 from swarm.engine.blocks import BlockPool
 from swarm.engine.tables import Tables
 from swarm.errors import UnknownSession
@@ -123,6 +124,113 @@ def test_who_writes_slowly_counts_while_it_is_away_and_no_longer_once_it_pauses(
         together("cd", start, 2.0 * start + 1)
     assert together("ab", 3, 6.0) == 2, "c and d are at another hop, a second after they were here"
     assert together("ab", 4, 60.0) == 1, "c and d have stopped"
+
+
+def test_where_there_are_no_blocks_for_one_the_next_takes_its_place() -> None:
+    room = tables(4, "old", "new", "other")
+    schedule = warmed(room)
+    for name, tokens, age in (("old", 2 * SIZE - 1, 1.0), ("other", 2 * SIZE - 1, 2.0)):
+        schedule.add(due(name, tokens, client="one", age=age))
+    portions = schedule.round(0.0)
+    compute(room, portions)
+    schedule.ran(portions, 0.01, 0.0)
+    schedule.add(due("new", client="another", age=9.0, at=0.1, hops=3))
+    for name, age in (("old", 1.0), ("other", 2.0)):
+        schedule.add(due(name, start=2 * SIZE - 1, client="one", age=age, at=0.2, hops=3))
+    assert sizes(schedule.round(0.2)) == {"old": 1}, "one is due to a round; the one whose turn it is finds no block"
+
+
+def test_an_engine_whose_steps_must_wait_does_not_stop_another() -> None:
+    room = tables(2, "holds", "waits")
+    schedule = warmed(room)
+    schedule.add(due("holds", 2 * SIZE - 1, age=1.0))
+    compute(room, portions := schedule.round(0.0))
+    schedule.ran(portions, 0.01, 0.0)
+    waits, holds = due("waits", age=2.0, at=0.1), due("holds", start=2 * SIZE - 1, age=1.0, at=0.1)
+    waits.engine = "part"
+    schedule.add(waits)
+    schedule.add(holds)
+    assert sizes(schedule.round(0.1)) == {"holds": 1}
+
+
+def test_a_prompt_gets_on_beside_more_writers_than_a_round_takes() -> None:
+    names = [f"w{i}" for i in range(2 * MOST_STEPS)]
+    room = tables(4000, "prompt", *names)
+    schedule = warmed(room)
+    schedule.add(due("prompt", 500, age=9.0))
+    for name in names:
+        schedule.add(due(name, client="writers"))
+    portions = schedule.round(0.0)
+    assert len(portions) == MOST_STEPS
+    assert "prompt" in sizes(portions)
+
+
+def test_who_wrote_much_while_alone_owes_nothing_to_who_comes_later() -> None:
+    names = [f"new{i}" for i in range(8)]
+    room = tables(1000, "long", *names)
+    schedule = warmed(room)
+    now = 0.0
+    for start in range(300):
+        schedule.add(due("long", start=start, client="old", at=now, hops=2))
+        schedule.ran(schedule.round(now), 0.01, now := now + 0.01)
+    for name in names:  # while it is at another stage
+        schedule.add(due(name, client="new", at=now, hops=2))
+    schedule.ran(schedule.round(now), 0.01, now)
+    schedule.add(due("long", start=300, client="old", at=now, hops=2))
+    for name in names[:5]:
+        schedule.add(due(name, client="new", start=1, at=now, hops=2))
+    assert "long" in sizes(schedule.round(now))
+
+
+def test_blocks_of_a_session_that_has_not_begun_go_to_who_needs_them() -> None:
+    """It was opened, found the beginning of its text here, and nothing came after that."""
+    room = tables(2, "silent", "old")
+    schedule = warmed(room)
+    schedule.opened("silent", client="it", engine=None, opened_at=2.0, now=2.0)
+    room.check("silent", 0, SIZE).prepare(0, SIZE)
+    schedule.add(due("old", 2 * SIZE, age=1.0, at=2.0))
+    assert sizes(schedule.round(2.0)) == {"old": 2 * SIZE}
+    assert room.held("silent") == 0
+
+
+def test_nothing_is_known_of_clients_and_engines_that_have_gone() -> None:
+    room = tables(100, "a", "b")
+    schedule = warmed(room)
+    first, second = due("a"), due("b")
+    second.engine = "part"
+    for one in (first, second):
+        schedule.add(one)
+    while portions := schedule.round(0.0):
+        schedule.ran(portions, 0.01, 0.0)
+    schedule.forget("b")
+    assert (list(schedule._turns), list(schedule._served)) == ([None], ["a"])
+    schedule.forget("a")
+    assert (schedule._turns, schedule._served, schedule._tenants) == ({}, {}, {})
+
+
+def test_a_round_waits_a_little_for_the_rest_of_a_batch_and_for_nothing_else() -> None:
+    room = tables(1000, *"abcd", "long")
+    schedule = warmed(room)
+    for name in "abcd":
+        schedule.add(due(name, hops=2))
+    assert schedule.worth_waiting(0.0) == 0.0, "there are enough for a round"
+    for _ in range(2):
+        schedule.ran(schedule.round(0.0), 0.02, 0.02)
+    schedule.add(due("a", start=1, at=0.05, hops=2))
+    assert schedule.worth_waiting(0.05) == pytest.approx(LINGER * 0.02)
+    for name in "bcd":
+        schedule._tenants[name].gap_s = 1.0
+    assert schedule.worth_waiting(0.05) == 0.0, "the others are far away"
+    schedule._tenants["d"].gap_s = 0.03
+    assert schedule.worth_waiting(0.05 + LINGER * 0.02) == 0.0
+    schedule.add(due("long", 100, at=0.05))
+    assert schedule.worth_waiting(0.05) == 0.0, "there is something to do"
+    schedule.forget("b")
+    schedule.forget("c")
+    schedule.forget("d")
+    schedule.remove(schedule._due[-1])
+    schedule.forget("long")
+    assert schedule.worth_waiting(0.05) == 0.0, "nobody else writes"
 
 
 def test_a_long_step_is_bounded_while_others_write_and_runs_in_large_pieces_alone() -> None:
@@ -243,7 +351,10 @@ class Writer:
 
     def next(self, now: float) -> Due:
         known = max(self.known, self.prompt)
-        self.due = due(self.name, known - self.cached, start=self.cached, client=self.client, age=self.age, at=now)
+        count = known - self.cached
+        self.due = due(
+            self.name, count, start=self.cached, client=self.client, age=self.age, at=now, hops=1 + self.prompt % 3
+        )
         return self.due
 
 

@@ -387,6 +387,32 @@ def test_the_loss_of_the_next_hop_is_told_with_its_name() -> None:
     asyncio.run(main())
 
 
+def test_a_hop_that_is_slow_holds_no_more_steps_than_it_may_and_the_sender_is_told() -> None:
+    async def main() -> None:
+        back, gate = LayerRange(2, LAYERS), threading.Event()
+        slow = toy_peer(back, engine=ToyEngine(back, gate=gate), limits={"queue_steps": 8})
+        async with toy_peer(FRONT) as a, slow as b, calling(a) as to_a, calling(b) as to_b:
+            await asyncio.gather(to_a.open(layers=FRONT), to_b.open(layers=back))
+            await to_a.link(b)
+            most = 0
+            for number in range(60):  # what comes is computed here at once and sent on, whether or not there is room
+                to_a.send(step=number, start=number)
+                await until(lambda: len(a.engine.calls) > number)  # noqa: B023 - waited for here
+                most = max(most, b.service.load().queue)
+            await until(lambda: len(to_a.heard) > 0)
+            assert most <= 9
+            told = to_a.heard[0]
+            assert isinstance(told, Failure)
+            assert "8 steps of session session-1 wait already" in told.text
+            assert told.peer == b.identity.peer_id
+            gate.set()
+            await to_a.close_session()
+            await to_b.close_session()
+            await until(lambda: a.idle and b.idle)
+
+    asyncio.run(main())
+
+
 def test_what_the_next_hop_says_about_a_session_reaches_its_opener() -> None:
     async def main() -> None:
         back = LayerRange(2, LAYERS)

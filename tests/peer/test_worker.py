@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peer.schedule import InTurn
-from peer.worker import StepOutcome, Worker
+from peer.job import StepOutcome
+from peer.schedule import InTurn, Shared
+from peer.worker import Worker
 from swarm.engine.base import Step, StepResult
+from swarm.engine.blocks import BlockPool
+from swarm.engine.tables import Tables
 from swarm.errors import BadStep, EngineError, LocalProtocolError, PeerBusy, PeerFailed, SwarmError, UnknownSession
 from swarm.sampling import Sampling
 from swarm.spans import LayerRange
@@ -262,6 +265,55 @@ def test_a_call_runs_even_when_its_caller_gave_up() -> None:
             assert engine.sessions == {}
 
     asyncio.run(main())
+
+
+def test_a_step_that_waits_when_its_session_ends_is_not_remembered() -> None:
+    async def main() -> None:
+        gate = threading.Event()
+        engine, room = ToyEngine(WHOLE), Tables(BlockPool(4, 4))
+        schedule: Shared[Any] = Shared(room)
+        worker = Worker(schedule)
+        worker.start()
+        await opened(worker, engine, "a")
+        worker.post(lambda: gate.wait(20))  # the thread has looked for steps, and is on its way to calls
+        waiting = asyncio.create_task(worker.run(engine, step("a"), Sampling(), NO_IDS, client="somebody"))
+        await until(lambda: worker.waiting == 2)
+        waiting.cancel()
+        worker.end(engine, "a")
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await until(lambda: worker.waiting == 0)
+        await worker.close()
+        assert (schedule._tenants, schedule._served, len(schedule)) == ({}, {}, 0)
+
+    asyncio.run(main())
+
+
+def test_a_bug_in_the_schedule_is_told_to_who_waits_and_the_thread_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Buggy(InTurn[Any]):
+        rounds = 0
+
+        def round(self, now: float) -> list[Any]:
+            self.rounds += 1
+            if self.rounds == 1:
+                raise ZeroDivisionError("nobody writes")
+            return super().round(now)
+
+    async def main() -> None:
+        engine, worker = ToyEngine(WHOLE), Worker(Buggy())
+        worker.start()
+        engine.open("a", 50)
+        with pytest.raises(PeerFailed, match="nobody writes"):
+            await worker.run(engine, step("a"), Sampling(), NO_IDS)
+        assert (await worker.run(engine, step("a"), Sampling(), NO_IDS)).choices
+        assert worker.waiting == 0
+        await worker.close()
+
+    asyncio.run(main())
+    assert "nobody foresaw" in caplog.text
 
 
 def test_a_full_queue_refuses() -> None:

@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from client.gateway.metrics import Gauges
 from client.metrics import HopTime, Metrics
+from peer.job import StepOutcome
 from peer.metrics import PeerGauges
 from peer.service import Load
-from peer.worker import StepOutcome
 from swarm.engine.base import Step
 from swarm.errors import BadStep
 from swarm.records import Work
