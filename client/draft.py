@@ -26,8 +26,15 @@ class Draft(Protocol):
     def instant(self) -> bool:
         """`propose` takes no time worth speaking of, and never waits."""
 
+    @property
+    def unread(self) -> int:
+        """How many tokens of the line it has to read before it can guess; that takes longer than a guess."""
+
     def begin(self, known: Sequence[int], sampling: Sampling) -> None:
         """The text is this now, its tokens will be chosen so, and nothing is guessed. What is cached stays cached."""
+
+    async def read(self) -> None:
+        """Read what is unread, but for what belongs to the next guess. It may be cancelled, and asked for again."""
 
     async def propose(self, k: int) -> list[int]:
         """Up to `k` more guesses at the end of the line. Cancelled, a correction or `begin` has to follow."""
@@ -87,6 +94,7 @@ class NgramDraft:
 
     name = "ngram"
     instant = True
+    unread = 0
 
     def __init__(self, max_ngram_size: int = 3) -> None:
         self._sizes = range(max_ngram_size, min(_SHORTEST, max_ngram_size) - 1, -1)
@@ -100,6 +108,9 @@ class NgramDraft:
         self._after.clear()
         self._indexed = 0
         self._from = None
+
+    async def read(self) -> None:
+        """There is nothing to be read: an index grows with each look."""
 
     async def propose(self, k: int) -> list[int]:
         ids = self._line.ids

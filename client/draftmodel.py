@@ -114,12 +114,22 @@ class ModelDraft:
         if correction is not None:
             self._fed = min(self._fed, self._line.sure - 1)
 
+    @property
+    def unread(self) -> int:
+        length = len(self._line.ids)
+        return max(length - self._fed - 1, 0) if length <= self._max_tokens else 0
+
+    async def read(self) -> None:
+        """As `Draft` says. Raises EngineError where the device fails."""
+        while self.unread:
+            await self._feed(self._fed + min(self.unread, _CHUNK), answers=False)
+
     async def propose(self, k: int) -> list[int]:
         """As `Draft` says. Raises EngineError where the device fails."""
         ids = self._line.ids
         guesses: list[int] = []
         while len(guesses) < k and len(ids) <= self._max_tokens:
-            while len(ids) - self._fed > _CHUNK:
+            while self.unread >= _CHUNK:
                 await self._feed(self._fed + _CHUNK, answers=False)
             guesses.append(await self._feed(len(ids), answers=True))
             ids.append(guesses[-1])

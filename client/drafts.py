@@ -8,13 +8,13 @@ from pathlib import Path
 
 from client.config import AUTO, NGRAM, OFF, ClientConfig, GenerationConfig
 from client.draft import Draft, NgramDraft
-from client.draftmodel import DraftModel, ModelDraft
+from client.draftmodel import DraftModel, ModelDraft, check_same_vocabulary
 from client.events import Event, OnEvent, Stage
 from client.speculation import Guesser
 from client.tuner import Prior, Tuner
 from client.window import MOST_GUESSES
 from swarm.errors import ConfigError
-from swarm.manifest import Manifest, package_folder
+from swarm.manifest import Manifest, load_manifest, package_folder
 
 _LOOK_UP = Prior(chance=0.5, draft_s=1e-5)
 _MODEL = Prior(chance=0.7, draft_s=0.01)
@@ -31,6 +31,7 @@ class Drafts:
         self._on_event = on_event
         self._clock = clock
         self._models: dict[Path, asyncio.Task[DraftModel]] = {}
+        self._fits: dict[Path, bool] = {}
 
     async def model(self, package: Path) -> DraftModel:
         """Loaded at the first call, for seconds. Raises PackageError, ConfigError, EngineError."""
@@ -49,9 +50,13 @@ class Drafts:
         return await asyncio.shield(task)
 
     def package_of(self, draft: str | Path) -> Path | None:
-        """The model that `GenerationConfig.draft` names here; None for look-up, or no draft. Raises ConfigError."""
+        """The model that `GenerationConfig.draft` names here; None for look-up, or no draft.
+
+        Raises ConfigError, and PackageError where what is configured is damaged.
+        """
         if draft == AUTO:
-            return self._config.draft_package
+            configured = self._config.draft_package
+            return configured if configured is not None and self._fits_target(configured) else None
         if draft in (NGRAM, OFF):
             return None
         package = package_folder(draft)
@@ -66,6 +71,17 @@ class Drafts:
         package = self.package_of(draft)
         if package is not None:
             await self.model(package)
+
+    def _fits_target(self, package: Path) -> bool:
+        """Whether it has the target's vocabulary; where it has not, that is said once. Raises PackageError."""
+        if package not in self._fits:
+            try:
+                check_same_vocabulary(load_manifest(package), self._target)
+                self._fits[package] = True
+            except ConfigError as error:
+                self._fits[package] = False
+                self._on_event(Event(stage=Stage.DRAFT, text=f"{error}, which is used now"))
+        return self._fits[package]
 
     async def close(self) -> None:
         """Idempotent."""
@@ -89,9 +105,9 @@ class SessionDrafts:
 
     async def guesser(self, config: GenerationConfig) -> Guesser | None:
         """What `config.draft` means here; None for no draft. Raises ConfigError, PackageError, EngineError."""
-        package = self._drafts.package_of(config.draft)
         if config.draft == OFF or config.num_assistant_tokens == 0:
             return None
+        package = self._drafts.package_of(config.draft)
         name = f"{NGRAM} {config.max_ngram_size}" if package is None else str(package)
         key = (name, config.num_assistant_tokens, config.draft_windows)
         guesser = self._guessers.get(key)

@@ -15,8 +15,10 @@ from rich.status import Status
 from client.events import Event, Stage
 from client.generate import FinishReason, Reply
 from client.options import messages
+from client.speculation import SpeculationReport
 
 _EVERY_S = 1.0
+_CHANGES_SHOWN = 6
 
 
 class Progress:
@@ -121,12 +123,7 @@ def describe(reply: Reply) -> str:
         f"{metrics.prompt_tokens} tokens of prompt{cached}",
         metrics.route,
     ]
-    guessing = metrics.speculation
-    if guessing is not None and guessing.proposed:
-        parts.append(
-            f"{guessing.accepted} of {guessing.proposed} guesses accepted ({guessing.draft}), "
-            f"{guessing.tokens_a_trip:.1f} tokens a trip, {guessing.without:.1f} tokens/s without (estimated)"
-        )
+    parts += _guessing(metrics.speculation)
     if metrics.repairs:
         parts.append(f"{metrics.repairs} {'repair' if metrics.repairs == 1 else 'repairs'}")
     if reply.finish_reason is FinishReason.CONTEXT:
@@ -134,3 +131,24 @@ def describe(reply: Reply) -> str:
     if reply.finish_reason is FinishReason.LENGTH:
         parts.append("ended by --max-new-tokens")
     return "; ".join(part for part in parts if part)
+
+
+def _guessing(report: SpeculationReport | None) -> list[str]:
+    if report is None:
+        return []
+    parts = []
+    if report.proposed:
+        parts += [
+            f"{report.accepted} of {report.proposed} guesses accepted ({report.draft}), "
+            f"{report.tokens_a_trip:.1f} tokens a trip, {report.without:.1f} tokens/s without (estimated)",
+            f"guesses a window: {_windows(report)}",
+        ]
+    if report.off:
+        parts.append(f"no guesses ({report.draft}) at the end: {report.off}")
+    return parts
+
+
+def _windows(report: SpeculationReport) -> str:
+    """`3, 5x2` for windows of three guesses, then of five with two windows under way; the last changes."""
+    sizes = [f"{k}x{depth}" if depth > 1 else str(k) for _, k, depth in report.windows]
+    return ", ".join(["...", *sizes[-_CHANGES_SHOWN:]] if len(sizes) > _CHANGES_SHOWN else sizes)

@@ -74,6 +74,13 @@ class Guesser:
         self.tuner.drafted(len(guesses), self._clock() - began)
         return guesses
 
+    async def read(self) -> None:
+        """As the draft does."""
+        try:
+            await self.draft.read()
+        except EngineError as error:
+            self.failure = str(error)
+
 
 class Speculation:
     """One answer after `known`, which grows. `limit`: no step reaches beyond this position. `close` it in the end."""
@@ -89,6 +96,7 @@ class Speculation:
         self._guesses: list[int] = []  # what the draft has put after `known`
         self._dry = False  # it has no more before something else follows
         self._drafting: asyncio.Task[list[int]] | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._began = len(known)
         self._repairs = pipeline.repairs
         self._proposed = self._accepted = self._trips = 0
@@ -105,7 +113,8 @@ class Speculation:
             while wanted := self._wanted():
                 await self._guess(wanted)
             self._send()
-        # else the prompt, which goes out at once
+        elif self._guesser.tuner.hopes:
+            self._read(self._guesser)  # the prompt, while the peers do too
         return self._judge(await self._advance(self._guesser))
 
     async def go_on(self) -> None:
@@ -121,7 +130,12 @@ class Speculation:
 
     async def close(self) -> None:
         """Nothing is guessed any more."""
-        await self._stop_drafting()
+        tasks = {task for task in (self._drafting, self._reading) if task is not None}
+        self._drafting = self._reading = None
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
     def hear(self, answer: Answer) -> None:
         """Of every step, for its times."""
@@ -153,9 +167,20 @@ class Speculation:
         window = guesser.tuner.window
         if window.k == 0:
             return 0 if self._guesses else _UNSENT
+        if self._read(guesser):
+            return 0
         size = window.k + bool(self._pipeline.windows)
         room = self._limit - len(self.known) - len(self._guesses)
         return max(min(size - self._unsent, room), 0)
+
+    def _read(self, guesser: Guesser) -> bool:
+        """Whether the draft has much to read, which it does on the side: nothing waits for that."""
+        if self._reading is not None and self._reading.done():
+            self._reading.result()
+            self._reading = None
+        if self._reading is None and guesser.draft.unread > _MUCH and not guesser.failure:
+            self._reading = asyncio.create_task(guesser.read())
+        return self._reading is not None
 
     @property
     def _unsent(self) -> int:
@@ -194,19 +219,18 @@ class Speculation:
                     self._drafting = self._drafting or asyncio.create_task(guesser.propose(1))
                     await asyncio.wait({answering, self._drafting}, return_when=asyncio.FIRST_COMPLETED)
                     self._take_drafted()
-                elif not (self._pipeline.windows and self._send()):
+                elif self._pipeline.windows and self._send():
+                    continue
+                elif self._reading is not None:
+                    await asyncio.wait({answering, self._reading}, return_when=asyncio.FIRST_COMPLETED)
+                    self._read(guesser)
+                else:
                     break  # as deep as it pays
             return await answering
         except BaseException:
             answering.cancel()
             await asyncio.wait({answering})
             raise
-
-    async def _stop_drafting(self) -> None:
-        drafting, self._drafting = self._drafting, None
-        if drafting is not None:
-            drafting.cancel()
-            await asyncio.wait({drafting})
 
     # -- windows
 
@@ -270,6 +294,8 @@ class Speculation:
             self._windows.append((len(self.known) - self._began, window.k, window.depth))
 
 
+_MUCH = 16
+"""So many tokens a draft reads on the way to its next guess, which the peers wait for."""
 _UNSENT = 4
 """Guesses that are only looked at, where guessing is free and sending them does not pay."""
 

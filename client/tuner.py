@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from client.circuit import Answer
-from client.window import NO_DRAFT, Costs, Curve, Window, choose_window
+from client.window import NO_DRAFT, Costs, Curve, Window, choose_window, others_busy
 
 _WEIGHT = 0.25
 _MEMORY = 0.98
 _PRIOR_WEIGHT = 4.0
+_STREAK_WEIGHT = 10.0  # few are seen of each streak: what holds for all says more at first
 # how many guesses in a row were right: the longer, the likelier the next, so each has its own count
 _STREAKS = (0, 1, 2, 3, 4, 6, 9, 14)
 _FEW = 8
@@ -19,6 +21,12 @@ _TRY_AGAIN_TOKENS = 64
 _TRIAL_TRIPS = 6
 _TRIAL = Window(3)
 _HOPE = 0.95
+# what is believed of several windows, and for how many trips' time; how much of what was found each answer leaves,
+# with others under way and without
+_CROWDING = 0.1
+_CROWDING_WEIGHT = 2.0
+_CROWDING_MEMORY = 0.9
+_CROWDING_FADES = 0.99
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +55,35 @@ class Chances:
         seen, right = sum(self._seen), sum(self._right)
         overall = (right + _PRIOR_WEIGHT * self._prior) / (seen + _PRIOR_WEIGHT)
         each = [
-            (r + _PRIOR_WEIGHT * overall) / (n + _PRIOR_WEIGHT) for r, n in zip(self._right, self._seen, strict=True)
+            (r + _STREAK_WEIGHT * overall) / (n + _STREAK_WEIGHT) for r, n in zip(self._right, self._seen, strict=True)
         ]
         while True:
             yield each[_place(streak)]
             streak += 1
+
+
+class Crowding:
+    """By how much longer than expected answers take, for each hop more that is busy. The latest count most."""
+
+    def __init__(self) -> None:
+        self._longer_s = self._expected_s = 0.0
+        self._trip_s = 1.0
+
+    @property
+    def share(self) -> float:
+        believed_s = _CROWDING_WEIGHT * self._trip_s
+        return max((self._longer_s + believed_s * _CROWDING) / (self._expected_s + believed_s), 0.0)
+
+    def note(self, took_s: float, expected_s: float, *, others: int, trip_s: float) -> None:
+        """An answer took so long with so many `others` busy."""
+        self._longer_s = self._longer_s * _CROWDING_MEMORY + took_s - expected_s
+        self._expected_s = self._expected_s * _CROWDING_MEMORY + expected_s * others
+        self._trip_s = trip_s
+
+    def fade(self) -> None:
+        """A window was alone: what was found before is a little less certain."""
+        self._longer_s *= _CROWDING_FADES
+        self._expected_s *= _CROWDING_FADES
 
 
 class Tuner:
@@ -73,6 +105,9 @@ class Tuner:
         self._decodes = False  # `_ways_s` is not just a prompt's, whose hidden states are large
         self._hops: dict[int, float] = {}
         self._slowest: dict[int, float] = {}
+        self._hop_count = 0
+        self._crowding = Crowding()
+        self._answered_at = -math.inf
         self._trial_trips = 0
         self._idle_tokens = 0
         self._try_after = _TRY_AGAIN_TOKENS
@@ -83,15 +118,24 @@ class Tuner:
         that it can be, and with it each guess more seems as dear as it can be."""
         if self._ways_s is None:
             return None
-        if min(self._hops) <= _FEW:
-            return Costs(self._draft_s, self._ways_s, Curve(self._hops), Curve(self._slowest))
-        hops, slowest = ({1: curve[n] / n, **curve} for curve in (self._hops, self._slowest) for n in [min(curve)])
-        return Costs(self._draft_s, self._ways_s, Curve(hops), Curve(slowest))
+        hops, slowest = self._hops, self._slowest
+        if not self._has_decoded:
+            hops, slowest = ({1: curve[n] / n, **curve} for curve in (hops, slowest) for n in [min(curve)])
+        return Costs(self._draft_s, self._ways_s, Curve(hops), Curve(slowest), self._hop_count, self._crowding.share)
+
+    @property
+    def _has_decoded(self) -> bool:
+        return min(self._hops, default=_FEW + 1) <= _FEW
 
     @property
     def guesses(self) -> bool:
         """Whether to guess at all."""
         return self.window.k > 0 or (self._free and self._k != 0)
+
+    @property
+    def hopes(self) -> bool:
+        """Whether there will be guesses, as far as one knows: nothing speaks against them yet."""
+        return self.guesses or (self.costs is None and self._k != 0)
 
     def forget_route(self) -> None:
         """The hops are others now."""
@@ -99,19 +143,35 @@ class Tuner:
         self._decodes = False
         self._hops.clear()
         self._slowest.clear()
+        self._crowding = Crowding()
 
     def answered(self, answer: Answer) -> None:
         """A step came back, a prompt's chunk or a window."""
         trace, tokens = answer.output.trace, len(answer.forward.tokens)
         if not trace:
             return
+        self._hop_count = len(trace)
         busy = [hop.compute_s for hop in trace]
         ways = answer.received_at - answer.sent_at - sum(busy) - sum(hop.queue_s for hop in trace)
-        for curve, seconds in ((self._hops, sum(busy)), (self._slowest, max(busy))):
-            curve[tokens] = _moved(curve.get(tokens), seconds)
+        if answer.forward.rows == tokens and self.window.depth > 1 and self._has_decoded:
+            self._note_crowding(answer)  # its compute is not that of a step which is alone
+        else:
+            self._crowding.fade()
+            for curve, seconds in ((self._hops, sum(busy)), (self._slowest, max(busy))):
+                curve[tokens] = _moved(curve.get(tokens), seconds)
+        self._answered_at = answer.received_at
         if answer.forward.rows == tokens or not self._decodes:
             self._ways_s = _moved(self._ways_s if self._decodes else None, max(ways, 0.0))
             self._decodes = answer.forward.rows == tokens
+
+    def _note_crowding(self, answer: Answer) -> None:
+        costs, size, depth = self.costs, len(answer.forward.tokens), self.window.depth
+        assert costs is not None  # something was decoded
+        follows = answer.sent_at < self._answered_at
+        expected = costs.next_s(size, depth) if follows else costs.first_s(size, depth)
+        took = answer.received_at - (self._answered_at if follows else answer.sent_at)
+        others = others_busy(depth, costs.hop_count)
+        self._crowding.note(took, expected, others=others, trip_s=costs.trip_s(size))
 
     def drafted(self, guesses: int, seconds: float) -> None:
         """So many guesses took so long."""
@@ -123,6 +183,8 @@ class Tuner:
         for place in range(compared):
             self.chances.note(self.streak + place, place < accepted)
         self.streak = 0 if corrected else self.streak + accepted
+        if compared:  # else the draft was still reading
+            self._trial_trips = max(self._trial_trips - 1, 0)
 
     def retune(self, tokens: int) -> None:
         """Choose again, after an answer that gave so many `tokens`."""
@@ -130,7 +192,6 @@ class Tuner:
         if costs is None or (self._k is not None and self._depth is not None):
             return
         if self._trial_trips:
-            self._trial_trips -= 1
             return
         chosen = choose_window(costs, self.chances.after(self.streak), k=self._k, depth=self._depth, now=self.window)
         if chosen.k == 0 and not self._free and self._k is None:

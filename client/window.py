@@ -8,7 +8,10 @@ the window before) and `k` guesses::
                                   each of the next    max((k + 1) x draft, slowest hop, T(k + 1) / windows)
 
 S(i) is the chance that the next i guesses are all right, T(n) the time of a step of n tokens: the ways between the
-machines, and what each hop computes. Where a cycle of several windows ends, a hop may be busy with a void one.
+machines, and what each hop computes. The draft goes on while a window is away, so where all of it and the token after
+it were right, with the chance S(k + 1), the next one is there already, or as much of it as T(k + 1) had room for.
+Where a cycle of several windows ends, a hop may be busy with a void one. Hops that share cores, with each other or with
+the draft, slow each other down where they are busy at the same time: as it is measured, for each more of them.
 """
 
 from __future__ import annotations
@@ -65,28 +68,53 @@ class Curve:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds: of one guess, of all ways between the machines, of a step on all hops together, on the slowest hop."""
+    """Seconds: of one guess, of all ways between the machines, of a step on all hops together, on the slowest hop.
+
+    The hops' are of a step that is alone on its way. Of `hop_count` each more that is busy beside makes what would
+    follow from that longer by the share `crowding`.
+    """
 
     draft_s: float
     ways_s: float
     hops: Curve
     slowest: Curve
+    hop_count: int = 2
+    crowding: float = 0.0
 
     def trip_s(self, n: int) -> float:
         """A step of `n` tokens, from sending it to its answer."""
         return self.ways_s + self.hops.at(n)
 
+    def first_s(self, n: int, depth: int) -> float:
+        """The same where void windows of the cycle before may still be on the hops."""
+        slowest = self.slowest.at(n)
+        return self.trip_s(n) + slowest * min(1.0, slowest / self.next_s(n, depth))
+
+    def crowded(self, depth: int) -> float:
+        """How many times as long all takes with `depth` windows under way, more than one."""
+        return 1 + self.crowding * others_busy(depth, self.hop_count)
+
+    def next_s(self, n: int, depth: int) -> float:
+        """Between its answer and that of the window before it, where `depth` are under way."""
+        return max(n * self.draft_s, self.slowest.at(n), self.trip_s(n) / depth)
+
+
+def others_busy(depth: int, hop_count: int) -> int:
+    """Hops that may be busy beside one; with a single one it is the draft."""
+    return min(depth, max(hop_count, 2)) - 1
+
 
 def rate_of(window: Window, costs: Costs, survival: Sequence[float]) -> float:
     """Tokens a second. `survival` [MOST_GUESSES + 1 ...]: S(1), S(2) and so on."""
     size = window.k + 1
-    first = window.k * costs.draft_s + costs.trip_s(size)
+    drafting, trip = window.k * costs.draft_s, costs.trip_s(size)
     if window.depth == 1:
-        return (1 + sum(survival[: window.k])) / first
-    each = max(size * costs.draft_s, costs.slowest.at(size), costs.trip_s(size) / window.depth)
+        away = size * costs.draft_s  # what the draft would do meanwhile
+        drafting *= 1 - survival[window.k] * (min(1.0, trip / away) if away else 1.0)
+        return (1 + sum(survival[: window.k])) / (drafting + trip)
     lives_on = sum(survival[size - 1 :: size])  # the chance of each window that the next one counts
-    void = costs.slowest.at(size) * min(1.0, costs.slowest.at(size) / each)
-    return (1 + sum(survival)) / (first + each * lives_on + void)
+    windows = costs.first_s(size, window.depth) + costs.next_s(size, window.depth) * lives_on
+    return (1 + sum(survival)) / (drafting + costs.crowded(window.depth) * windows)
 
 
 def choose_window(

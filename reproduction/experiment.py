@@ -84,14 +84,14 @@ class Report:
 
 
 def interleaved(
-    configurations: Mapping[str, Callable[[], float]], say: Say, rounds: int = ROUNDS
+    configurations: Mapping[str, Callable[[], float]], say: Say, rounds: int = ROUNDS, *, warm_up: bool = True
 ) -> dict[str, list[float]]:
     """Measure every configuration once a round, in turn, so that a drift of the machine meets all alike.
 
-    The order is reversed every other round. One round before, not counted, warms everything up.
+    The order is reversed every other round. One round before, not counted, warms everything up, where that matters.
     """
     samples: dict[str, list[float]] = {name: [] for name in configurations}
-    for round_ in range(rounds + 1):
+    for round_ in range(0 if warm_up else 1, rounds + 1):
         names = list(configurations)
         for name in names if round_ % 2 else reversed(names):
             value = configurations[name]()

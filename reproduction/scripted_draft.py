@@ -19,9 +19,16 @@ class ScriptedDraft:
     """`client.draft.Draft` over `text`, the whole line from the prompt's first id on; silent at its end."""
 
     def __init__(
-        self, text: Sequence[int], *, errors: float, seconds: float = 0.0, seed: int = 0, instant: bool | None = None
+        self,
+        text: Sequence[int],
+        *,
+        errors: float,
+        seconds: float = 0.0,
+        seed: int = 0,
+        instant: bool | None = None,
+        reading_s: float = 0.0,
     ) -> None:
-        """`errors`: the share of wrong guesses. `seconds` a guess takes."""
+        """`errors`: the share of wrong guesses. `seconds` a guess takes, and `reading_s` to read the prompt."""
         self.name = f"scripted, {1 - errors:.0%} right"
         self.instant = seconds == 0.0 if instant is None else instant
         self._text = list(text)
@@ -29,11 +36,22 @@ class ScriptedDraft:
         self._seconds = seconds
         self._seed = seed
         self._line = Line()
+        self._reading_s = reading_s
+
+    @property
+    def unread(self) -> int:
+        return len(self._line.ids) if self._reading_s else 0
 
     def begin(self, known: Sequence[int], sampling: Sampling) -> None:
         self._line.begin(known)
 
+    async def read(self) -> None:
+        await asyncio.sleep(self._reading_s)
+        self._reading_s = 0.0
+
     async def propose(self, k: int) -> list[int]:
+        if self._reading_s:
+            await self.read()
         guesses: list[int] = []
         while len(guesses) < k and len(self._line.ids) < len(self._text):
             if not self.instant:

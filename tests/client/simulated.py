@@ -15,6 +15,7 @@ from swarm.sampling import Sampling
 from swarm.wire.messages import Forward, HopTrace, Output
 
 T = TypeVar("T")
+_SLICE_S = 0.001
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -51,12 +52,22 @@ class _Step:
 class SimulatedPipeline:
     """What `Speculation` uses of `Pipeline`, over `hops` that take `compute(n)` seconds each, with ways of `way_s`.
 
-    `text` is the whole line that the model writes. What is void is dropped as peers drop it.
+    `text` is the whole line that the model writes. What is void is dropped as peers drop it. With `cores` the hops
+    share so many, in turn, by slices of a millisecond.
     """
 
     repairs = 0
 
-    def __init__(self, text: Sequence[int], *, hops: int, way_s: float, compute: Callable[[int], float]) -> None:
+    def __init__(
+        self,
+        text: Sequence[int],
+        *,
+        hops: int,
+        way_s: float,
+        compute: Callable[[int], float],
+        cores: int | None = None,
+    ) -> None:
+        self._cores = [asyncio.Lock() for _ in range(cores or hops)]
         self._text = list(text)
         self._way_s = way_s
         self._compute = compute
@@ -125,6 +136,13 @@ class SimulatedPipeline:
         queue.append((self._loop.time(), step))
         self._wakes[place].set()
 
+    async def _work(self, place: int, seconds: float) -> None:
+        while seconds > 1e-9:
+            slice_s = min(seconds, _SLICE_S)
+            async with self._cores[place % len(self._cores)]:
+                await asyncio.sleep(slice_s)
+            seconds -= slice_s
+
     async def _serve(self, place: int) -> None:
         queue = self._queues[place]
         while True:
@@ -133,7 +151,7 @@ class SimulatedPipeline:
                 await self._wakes[place].wait()
             arrived, step = queue.popleft()
             began = self._loop.time()
-            await asyncio.sleep(self._compute(len(step.tokens)))
+            await self._work(place, self._compute(len(step.tokens)))
             now = self._loop.time()
             if queue and queue[0][1].start <= step.start:
                 continue
@@ -161,17 +179,23 @@ async def speed(
     hops: int = 3,
     token_s: float = 0.004,
     more_s: float = 0.0006,
+    cores: int | None = None,
     seed: int = 0,
+    unread_s: float = 0.0,
 ) -> tuple[float, Any]:
-    """Tokens a second after the first, and the report. A hop takes `token_s` for a token and `more_s` for each more."""
+    """Tokens a second after the first, and the report. A hop takes `token_s` for a token and `more_s` for each more.
+
+    The draft takes `unread_s` to read the prompt."""
     from client.speculation import Guesser, Speculation
     from client.tuner import Prior, Tuner
     from reproduction.scripted_draft import ScriptedDraft
 
     loop = asyncio.get_running_loop()
     text = [int(i) for i in np.random.default_rng(1).integers(0, 1000, 20 + count)]
-    pipeline = SimulatedPipeline(text, hops=hops, way_s=way_s, compute=lambda n: token_s + more_s * (n - 1))
-    draft = ScriptedDraft(text, errors=1 - right, seconds=draft_s, seed=seed)
+    pipeline = SimulatedPipeline(
+        text, hops=hops, way_s=way_s, compute=lambda n: token_s + more_s * (n - 1), cores=cores
+    )
+    draft = ScriptedDraft(text, errors=1 - right, seconds=draft_s, seed=seed, reading_s=unread_s)
     guesser = Guesser(
         draft, Tuner(Prior(chance=0.7, draft_s=draft_s), free_guesses=draft.instant, k=k, depth=depth), loop.time
     )

@@ -130,6 +130,21 @@ def test_a_long_prompt_is_read_in_chunks(model: DraftModel, engine: Watched) -> 
     assert [len(step.tokens) for step in engine.steps] == [256, 256]
 
 
+def test_what_it_reads_on_the_side_it_does_not_read_again(model: DraftModel, engine: Watched) -> None:
+    async def test() -> None:
+        draft = begun(model, PROMPT)
+        assert draft.unread == len(PROMPT) - 1
+        await draft.read()
+        assert draft.unread == 0
+        await draft.propose(1)
+        assert [(step.start, len(step.tokens)) for step in engine.steps] == [
+            (0, len(PROMPT) - 1),
+            (len(PROMPT) - 1, 1),
+        ]
+
+    in_loop(test)()
+
+
 def test_beyond_its_context_it_is_silent(model: DraftModel) -> None:
     async def test() -> None:
         draft = model.draft(6)
@@ -184,6 +199,29 @@ def test_another_vocabulary_is_refused() -> None:
         check_same_vocabulary(replace(small, parts=other), target)
     with pytest.raises(ConfigError, match="another"):
         check_same_vocabulary(replace(small, vocab_size=5), target)
+
+
+def test_look_up_stands_in_where_the_configured_draft_has_another_vocabulary(
+    tiny_packages: Mapping[str, Path], tmp_path: Path
+) -> None:
+    target = replace(load_manifest(tiny_packages["llama"]), vocab_size=5)
+    events: list[Event] = []
+    config = ClientConfig(draft_package=tiny_packages["qwen3"], cache_dir=tmp_path)
+
+    async def test() -> None:
+        drafts = Drafts(target, config=config, on_event=events.append, clock=lambda: 0.0)
+        session = SessionDrafts(drafts, max_tokens=32, clock=lambda: 0.0)
+        for _ in range(2):
+            guesser = await session.guesser(GenerationConfig())
+            assert guesser is not None
+            assert guesser.draft.name == "ngram"
+        assert len(events) == 1
+        assert "its tokenizer is another" in events[0].text
+        with pytest.raises(ConfigError, match="tokenizer is another"):
+            await session.guesser(GenerationConfig(draft=tiny_packages["qwen3"]))
+        await drafts.close()
+
+    in_loop(test)()
 
 
 def test_a_package_is_loaded_once_and_drafts_for_its_family(tiny_packages: Mapping[str, Path], tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
 from client.events import Event, Stage
-from client.progress import Progress
+from client.generate import FinishReason, Reply
+from client.metrics import Metrics
+from client.progress import Progress, describe
+from client.speculation import SpeculationReport
 
 
 class Screen:
@@ -76,3 +80,37 @@ def test_a_file_learns_what_is_waited_for_at_once_and_no_line_twice() -> None:
         "waiting for a peer: nobody serves layers 3:7",
         "waiting for a peer: all are busy",
     ]
+
+
+def test_the_line_after_an_answer_says_how_guessing_went_and_why_it_ended() -> None:
+    def told(report: SpeculationReport) -> str:
+        return describe(
+            Reply(text="", token_ids=(), finish_reason=FinishReason.STOP, metrics=replace(METRICS, speculation=report))
+        )
+
+    windows = tuple((place, place % 5, 1 + place % 2) for place in range(9))
+    report = SpeculationReport(
+        draft="ngram", proposed=9, accepted=7, trips=4, tokens_a_trip=2.5, windows=windows, without=12.0, off=""
+    )
+    assert "7 of 9 guesses accepted (ngram), 2.5 tokens a trip, 12.0 tokens/s without (estimated)" in told(report)
+    assert "guesses a window: ..., 3x2, 4, 0x2, 1, 2x2, 3" in told(report)
+    assert "at the end" not in told(report)
+    off = told(replace(report, proposed=0, accepted=0, windows=((1, 0, 1),), off="3% of the guesses were right"))
+    assert "no guesses (ngram) at the end: 3% of the guesses were right" in off
+    assert "accepted" not in off
+
+
+METRICS = Metrics(
+    prompt_tokens=3,
+    reused_tokens=0,
+    new_tokens=10,
+    ttft_s=0.1,
+    total_s=1.0,
+    tokens_per_second=10.0,
+    token_s=0.1,
+    return_s=0.0,
+    client_s=0.0,
+    repairs=0,
+    route="a 0:6",
+    hops=(),
+)

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from client.tuner import Prior, Tuner
+from client.speculation import SpeculationReport
+from client.tuner import Crowding, Prior, Tuner
 from tests.client.simulated import in_virtual_time, speed
 from tests.client.test_metrics import answer
 
@@ -99,13 +100,22 @@ def test_another_route_has_other_costs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("way_s", "right", "draft_s"), [(0.0002, 0.5, 0.0), (0.0002, 0.83, 0.0024), (0.1, 0.83, 0.0024)]
+    ("way_s", "right", "draft_s", "cores"),
+    [
+        (0.0002, 0.5, 0.0, None),
+        (0.0002, 0.83, 0.0024, None),
+        (0.0002, 0.83, 0.0024, 2),
+        (0.1, 0.83, 0.0024, None),
+    ],
 )
-def test_what_is_chosen_comes_near_the_best_fixed_size(way_s: float, right: float, draft_s: float) -> None:
-    """In virtual time: three hops that compute at once, near and far, a draft that is free and one that is not."""
+def test_what_is_chosen_comes_near_the_best_fixed_size(
+    way_s: float, right: float, draft_s: float, cores: int | None
+) -> None:
+    """In virtual time: three hops, near and far, with cores of their own and not, a draft that is free or not."""
 
     def tried(k: int | None, depth: int | None) -> float:
         given = {"way_s": way_s, "right": right, "draft_s": draft_s, "k": k, "depth": depth, "count": 160}
+        given["cores"] = cores
         return in_virtual_time(lambda: speed(**given))[0]  # type: ignore[arg-type]
 
     best = max(tried(k, 1) for k in (0, 1, 2, 3, 5, 7, 10))
@@ -118,3 +128,29 @@ def test_several_windows_under_way_beat_any_single_one_where_peers_are_far() -> 
         return in_virtual_time(lambda: speed(**given))[0]  # type: ignore[arg-type]
 
     assert tried(None, None) > 1.2 * max(tried(k, 1) for k in (5, 10, 16))
+
+
+def test_a_draft_that_reads_a_long_prompt_keeps_nobody_waiting_and_is_not_dear_for_it() -> None:
+    def tried(unread_s: float) -> tuple[float, SpeculationReport]:
+        given = {"way_s": 0.02, "right": 0.9, "draft_s": 0.002, "k": None, "depth": None, "count": 160}
+        return in_virtual_time(lambda: speed(**given, unread_s=unread_s))  # type: ignore[arg-type]
+
+    (at_once, _), (late, report) = tried(0.0), tried(2.0)
+    assert report.windows[0][1] == 0 or report.windows[0][0] == 1  # tokens came before it could guess
+    assert report.tokens_a_trip > 2
+    assert report.off == ""
+    assert late < at_once
+
+
+def test_how_much_several_windows_disturb_each_other_is_measured_and_forgotten() -> None:
+    crowd = Crowding()
+    believed = crowd.share
+    for _ in range(30):
+        crowd.note(0.030, 0.020, others=1, trip_s=0.02)
+    assert crowd.share == pytest.approx(0.5, abs=0.1)
+    for _ in range(600):
+        crowd.fade()
+    assert crowd.share == pytest.approx(believed, abs=0.01)
+    for _ in range(30):
+        crowd.note(0.010, 0.020, others=1, trip_s=0.02)
+    assert crowd.share == 0.0

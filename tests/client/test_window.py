@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -28,9 +29,9 @@ def test_far_away_more_is_guessed_than_near() -> None:
     assert 0 < chosen(LAN, 0.7, depth=1).k < chosen(WAN, 0.7, depth=1).k <= MOST_GUESSES
 
 
-def test_a_draft_that_is_often_wrong_or_as_slow_as_its_target_is_switched_off() -> None:
+def test_a_draft_that_is_often_wrong_or_slower_than_its_target_is_switched_off() -> None:
     assert chosen(LAN, 0.05).k == 0
-    slow = Costs(0.010, LAN.ways_s, LAN.hops, LAN.slowest)
+    slow = Costs(0.020, LAN.ways_s, LAN.hops, LAN.slowest)
     assert chosen(slow, 0.9).k == 0
     assert chosen(LAN, 0.0) == Window(0, 1, 1 / LAN.trip_s(1))
 
@@ -45,6 +46,24 @@ def test_several_windows_pay_where_a_trip_is_long_and_guessing_takes_its_time() 
     slow_draft = Costs(0.010, 0.300, LAN.hops, LAN.slowest)
     assert chosen(slow_draft, 0.95).depth > 1
     assert chosen(LAN, 0.6).depth == 1
+
+
+def test_hops_that_slow_each_other_down_get_one_window_at_a_time() -> None:
+    near = Costs(0.005, 0.0005, Curve({1: 0.030, 33: 0.045}), Curve({1: 0.010, 33: 0.015}), 3)
+    assert chosen(near, 0.8).depth > 1
+    assert near.crowded(2) == 1.0
+    crowded = replace(near, crowding=0.5)
+    assert chosen(crowded, 0.8).depth == 1
+    assert [crowded.crowded(depth) for depth in (2, 3, 8)] == [1.5, 2.0, 2.0]
+    assert replace(crowded, hop_count=1).crowded(4) == 1.5  # the draft is busy beside a single hop
+
+
+def test_what_was_guessed_while_all_was_away_costs_nothing() -> None:
+    slow = Costs(0.005, 0.0, Curve({1: 0.030}), Curve({1: 0.030}))
+    sure, never = [1.0] * 96, [0.0] * 96
+    assert rate_of(Window(3), slow, sure) == pytest.approx(4 / 0.030)
+    assert rate_of(Window(3), slow, never) == pytest.approx(1 / 0.045)
+    assert rate_of(Window(9), slow, sure) == pytest.approx(10 / (0.045 * (1 - 30 / 50) + 0.030))
 
 
 def test_what_is_fixed_stays() -> None:
@@ -65,15 +84,18 @@ def test_the_rate_is_that_of_a_simulation(k: int, depth: int, chance: float) -> 
     """Windows leave one after the other, at most `depth` at a time; the first wrong guess ends the cycle."""
     costs = WAN
     rng, size = random.Random(1), k + 1
-    tokens, time = 0, 0.0
+    tokens, time, all_right = 0, 0.0, False
     each = max(size * costs.draft_s, costs.slowest.at(size), costs.trip_s(size) / depth)
     for _ in range(4000):
         right = 0
         while rng.random() < chance and (depth > 1 or right < k) and right < 96:
             right += 1
         tokens += right + 1
-        time += k * costs.draft_s + costs.trip_s(size)
-        if depth > 1:
+        if depth == 1:
+            time += costs.trip_s(size) + (0 if all_right else k * costs.draft_s)
+            all_right = right == k and rng.random() < chance
+        else:
+            time += k * costs.draft_s + costs.trip_s(size)
             time += (right // size) * each + costs.slowest.at(size) * min(1.0, costs.slowest.at(size) / each)
     survival = list(itertools.accumulate([chance] * 96, lambda a, b: a * b))
     assert rate_of(Window(k, depth), costs, survival) == pytest.approx(tokens / time, rel=0.05)
