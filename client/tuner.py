@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,7 +19,11 @@ _STREAK_WEIGHT = 10.0  # few are seen of each streak: what holds for all says mo
 # how many guesses in a row were right: the longer, the likelier the next, so each has its own count
 _STREAKS = (0, 1, 2, 3, 4, 6, 9, 14)
 _FEW = 8
+_FORGOTTEN = 0.1  # of a size's weight, which is 1 where it was seen once
+_LONGEST = 4.0
+_GUESSES_TIMED = 9
 _TRY_AGAIN_TOKENS = 64
+_HOPELESS = 8
 _TRIAL_TRIPS = 6
 _TRIAL = Window(3)
 _HOPE = 0.95
@@ -62,6 +68,41 @@ class Chances:
             streak += 1
 
 
+class Times:
+    """Seconds of steps by number of tokens. The latest count most, what was not seen for long is forgotten, and no step
+    counts as longer than a few times what was expected: one bad moment does not stand against a size."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._weights: dict[int, float] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._seconds)
+
+    @property
+    def smallest(self) -> int:
+        return min(self._seconds, default=0)
+
+    def note(self, tokens: int, seconds: float) -> None:
+        if self:
+            seconds = min(seconds, _LONGEST * self.curve().at(tokens))
+        self._seconds[tokens] = _moved(self._seconds.get(tokens), seconds)
+        for size in list(self._weights):
+            self._weights[size] *= _MEMORY
+            # a prompt's tells how steep it is
+            if self._weights[size] < _FORGOTTEN and size != max(self._weights):
+                del self._weights[size], self._seconds[size]
+        self._weights[tokens] = self._weights.get(tokens, 0.0) + 1
+
+    def curve(self, *, decoded: bool = True) -> Curve:
+        """What a single token takes is not known from a prompt, before something was `decoded`: its share is the least
+        that it can be, and with it each guess more seems as dear as it can be."""
+        if decoded:
+            return Curve(self._seconds, self._weights)
+        least = self._seconds[self.smallest] / self.smallest
+        return Curve({1: least, **self._seconds}, {1: 1.0, **self._weights})
+
+
 class Crowding:
     """By how much longer than expected answers take, for each hop more that is busy. The latest count most."""
 
@@ -100,11 +141,10 @@ class Tuner:
         self._k = k
         self._depth = depth
         self._free = free_guesses
-        self._draft_s = prior.draft_s
+        self._guess_s = deque([prior.draft_s], maxlen=_GUESSES_TIMED)
         self._ways_s: float | None = None
         self._decodes = False  # `_ways_s` is not just a prompt's, whose hidden states are large
-        self._hops: dict[int, float] = {}
-        self._slowest: dict[int, float] = {}
+        self._hops, self._slowest = Times(), Times()
         self._hop_count = 0
         self._crowding = Crowding()
         self._answered_at = -math.inf
@@ -114,18 +154,20 @@ class Tuner:
 
     @property
     def costs(self) -> Costs | None:
-        """None until a step was answered. What a single token takes is not known from a prompt: its share is the least
-        that it can be, and with it each guess more seems as dear as it can be."""
+        """None until a step was answered."""
         if self._ways_s is None:
             return None
-        hops, slowest = self._hops, self._slowest
-        if not self._has_decoded:
-            hops, slowest = ({1: curve[n] / n, **curve} for curve in (hops, slowest) for n in [min(curve)])
-        return Costs(self._draft_s, self._ways_s, Curve(hops), Curve(slowest), self._hop_count, self._crowding.share)
+        hops, slowest = (times.curve(decoded=self._has_decoded) for times in (self._hops, self._slowest))
+        return Costs(self._draft_s, self._ways_s, hops, slowest, self._hop_count, self._crowding.share)
+
+    @property
+    def _draft_s(self) -> float:
+        """The middle one of the last: a single one that took long is no reason to guess no more."""
+        return statistics.median_low(self._guess_s)
 
     @property
     def _has_decoded(self) -> bool:
-        return min(self._hops, default=_FEW + 1) <= _FEW
+        return 0 < self._hops.smallest <= _FEW
 
     @property
     def guesses(self) -> bool:
@@ -141,8 +183,7 @@ class Tuner:
         """The hops are others now."""
         self._ways_s = None
         self._decodes = False
-        self._hops.clear()
-        self._slowest.clear()
+        self._hops, self._slowest = Times(), Times()
         self._crowding = Crowding()
 
     def answered(self, answer: Answer) -> None:
@@ -157,8 +198,8 @@ class Tuner:
             self._note_crowding(answer)  # its compute is not that of a step which is alone
         else:
             self._crowding.fade()
-            for curve, seconds in ((self._hops, sum(busy)), (self._slowest, max(busy))):
-                curve[tokens] = _moved(curve.get(tokens), seconds)
+            self._hops.note(tokens, sum(busy))
+            self._slowest.note(tokens, max(busy))
         self._answered_at = answer.received_at
         if answer.forward.rows == tokens or not self._decodes:
             self._ways_s = _moved(self._ways_s if self._decodes else None, max(ways, 0.0))
@@ -176,7 +217,7 @@ class Tuner:
     def drafted(self, guesses: int, seconds: float) -> None:
         """So many guesses took so long."""
         if guesses:
-            self._draft_s = _moved(self._draft_s, seconds / guesses)
+            self._guess_s.append(seconds / guesses)
 
     def judged(self, accepted: int, compared: int, *, corrected: bool) -> None:
         """Of `compared` guesses so many were right; `corrected` where another token than the next guess followed."""
@@ -196,8 +237,9 @@ class Tuner:
         chosen = choose_window(costs, self.chances.after(self.streak), k=self._k, depth=self._depth, now=self.window)
         if chosen.k == 0 and not self._free and self._k is None:
             self._idle_tokens += tokens
-            # each trial in vain costs time, so the next is later; and there is none where the best draft would not do
-            if self._idle_tokens >= self._try_after and choose_window(costs, itertools.repeat(_HOPE)).k:
+            # each trial in vain costs time, so the next is later, and much later where the best draft would not do
+            patience = 1 if choose_window(costs, itertools.repeat(_HOPE)).k else _HOPELESS
+            if self._idle_tokens >= self._try_after * patience:
                 self._idle_tokens, self._try_after = 0, 2 * self._try_after
                 self._trial_trips, chosen = _TRIAL_TRIPS, _TRIAL
         self.window = chosen

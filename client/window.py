@@ -46,15 +46,29 @@ NO_DRAFT = Window(0)
 class Curve:
     """Seconds by number of tokens, measured at some numbers: straight lines between them and beyond them, flat before.
 
-    >>> curve = Curve({1: 0.010, 11: 0.020})
-    >>> curve.at(6)
+    More tokens take no less: where it was measured otherwise, that is noise, and the mean by `weights` (how much was
+    measured; all alike where left out) stands for both.
+
+    >>> Curve({1: 0.010, 11: 0.020}).at(6)
     0.015
+    >>> Curve({1: 0.010, 2: 0.080, 4: 0.010}, {1: 9.0, 2: 1.0, 4: 6.0}).at(4)
+    0.02
     """
 
-    def __init__(self, points: Mapping[int, float]) -> None:
+    def __init__(self, points: Mapping[int, float], weights: Mapping[int, float] | None = None) -> None:
         self._sizes = sorted(points)
-        # a larger step takes no less: what says otherwise is noise
-        self._values = list(itertools.accumulate((points[size] for size in self._sizes), max))
+        levels: list[tuple[float, float, int]] = []  # value, weight, how many sizes have it
+        for size in self._sizes:
+            value, weight, count = points[size], 1.0 if weights is None else weights[size], 1
+            while levels and levels[-1][0] > value:
+                other, beside, more = levels.pop()
+                value, weight, count = (
+                    (value * weight + other * beside) / (weight + beside),
+                    weight + beside,
+                    count + more,
+                )
+            levels.append((value, weight, count))
+        self._values = [value for value, _, count in levels for _ in range(count)]
 
     def at(self, n: int) -> float:
         sizes, values = self._sizes, self._values

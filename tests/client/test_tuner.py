@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -83,6 +84,22 @@ def test_a_draft_that_was_wrong_is_tried_again_and_less_and_less() -> None:
     assert 2 <= len(trials) <= 5
     gaps = [b - a for a, b in itertools.pairwise(trials)]
     assert gaps == sorted(gaps)
+
+
+def test_one_bad_moment_does_not_end_guessing() -> None:
+    tuner = taught(Tuner(PRIOR, free_guesses=False))
+    verdicts(tuner, 3, 3, 4)
+    usual = tuner.window.k
+    tuner.drafted(1, 5.0)
+    bad = answer(1.3, tokens=2, rows=2)
+    slow = tuple(replace(hop, compute_s=5.0) for hop in bad.output.trace)
+    tuner.answered(replace(bad, output=replace(bad.output, trace=slow), received_at=12.0))
+    verdicts(tuner, 3, 3, 1)
+    assert tuner.window.k > 0
+    for _ in range(150):
+        tuner.answered(answer(1.4))
+    verdicts(tuner, 3, 3, 1)
+    assert tuner.window.k >= usual  # nobody remembers that two tokens took seconds
 
 
 def test_what_is_fixed_is_not_tuned() -> None:

@@ -19,7 +19,8 @@ def chosen(costs: Costs, chance: float, **fixed: int) -> Window:
 
 def test_a_curve_is_straight_between_what_was_measured() -> None:
     curve = Curve({1: 1.0, 3: 2.0, 5: 1.5})
-    assert [curve.at(n) for n in (1, 2, 3, 4, 5)] == [1.0, 1.5, 2.0, 2.0, 2.0]  # more tokens never take less
+    assert [curve.at(n) for n in (1, 2, 3, 4, 5)] == [1.0, 1.375, 1.75, 1.75, 1.75]  # more tokens never take less
+    assert Curve({1: 1.0, 2: 8.0, 4: 1.0}, {1: 9.0, 2: 1.0, 4: 6.0}).at(4) == pytest.approx(2.0)
     assert Curve({2: 1.0, 4: 3.0}).at(6) == pytest.approx(5.0)
     assert Curve({2: 1.0, 4: 3.0}).at(1) == 1.0
     assert Curve({7: 1.0}).at(20) == 1.0
