@@ -21,6 +21,7 @@ _STREAKS = (0, 1, 2, 3, 4, 6, 9, 14)
 _FEW = 8
 _FORGOTTEN = 0.1  # of a size's weight, which is 1 where it was seen once
 _LONGEST = 4.0
+_LEAST_S = 1e-6
 _GUESSES_TIMED = 9
 _TRY_AGAIN_TOKENS = 64
 _HOPELESS = 8
@@ -192,17 +193,20 @@ class Tuner:
         if not trace:
             return
         self._hop_count = len(trace)
-        busy = [hop.compute_s for hop in trace]
-        ways = answer.received_at - answer.sent_at - sum(busy) - sum(hop.queue_s for hop in trace)
+        # what hops say of themselves counts as far as it goes with what is seen from here
+        took = max(answer.received_at - answer.sent_at, _LEAST_S)
+        busy = _between(_LEAST_S, sum(hop.compute_s for hop in trace), took)
+        slowest = _between(_LEAST_S, max(hop.compute_s for hop in trace), busy)
+        ways = took - busy - _between(0.0, sum(hop.queue_s for hop in trace), took - busy)
         if answer.forward.rows == tokens and self.window.depth > 1 and self._has_decoded:
             self._note_crowding(answer)  # its compute is not that of a step which is alone
         else:
             self._crowding.fade()
-            self._hops.note(tokens, sum(busy))
-            self._slowest.note(tokens, max(busy))
+            self._hops.note(tokens, busy)
+            self._slowest.note(tokens, slowest)
         self._answered_at = answer.received_at
         if answer.forward.rows == tokens or not self._decodes:
-            self._ways_s = _moved(self._ways_s if self._decodes else None, max(ways, 0.0))
+            self._ways_s = _moved(self._ways_s if self._decodes else None, ways)
             self._decodes = answer.forward.rows == tokens
 
     def _note_crowding(self, answer: Answer) -> None:
@@ -268,6 +272,10 @@ def _place(streak: int) -> int:
 
 def _moved(before: float | None, value: float) -> float:
     return value if before is None else before + _WEIGHT * (value - before)
+
+
+def _between(least: float, value: float, most: float) -> float:
+    return min(max(value, least), most)
 
 
 def _ms(seconds: float) -> str:

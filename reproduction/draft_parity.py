@@ -1,13 +1,13 @@
-"""Greedy texts with drafts against those without: eight kinds of prompts, 256 tokens, 2 and 4 real peers.
+"""Greedy texts with drafts against those without: eight kinds of prompts, 256 tokens, 2 to 4 real peers.
 
-In accuracy mode none may differ. In performance mode (bf16, u8 KV) windows of several tokens are computed otherwise
-than single ones, and near-ties can fall otherwise: that is counted, and shown.
+In accuracy mode none may differ, whoever else writes at the same time and over however many peers. In performance mode
+(bf16, u8 KV) several tokens are computed otherwise than single ones, be they a window's or several texts', and near-ties
+can fall otherwise: that is counted, and shown beside what it is without any draft. A row's eight texts are written at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +22,43 @@ from reproduction.models import smollm2, smollm2_f16
 from reproduction.peers import pinned_swarm
 
 TOKENS = 256
-PLACES = (("accuracy", 2), ("accuracy", 4), ("performance", 2))
+NONE = "no draft, once more"
+LOOK_UP, LOOK_UP_FIXED = "look-up", "look-up, 5 guesses, 3 windows"
+MODEL, MODEL_FIXED = "model", "model, 3 guesses, 2 windows"
+# each draft, fixed and adaptive, one window and several, over 2 peers; over more of them, each kind once
+PLACES = (
+    ("accuracy", 2, (LOOK_UP, LOOK_UP_FIXED, MODEL, MODEL_FIXED)),
+    ("accuracy", 3, (LOOK_UP_FIXED, MODEL)),
+    ("accuracy", 4, (LOOK_UP, MODEL_FIXED)),
+    ("performance", 2, (NONE, LOOK_UP_FIXED, MODEL_FIXED)),
+)
 
 
 def drafts(small: Path) -> dict[str, dict[str, Any]]:
-    """Every draft, fixed and adaptive, one window and several."""
+    """GenerationConfig's options for each."""
     return {
-        "look-up": {"draft": "ngram"},
-        "look-up, 5 guesses, 3 windows": {"draft": "ngram", "num_assistant_tokens": 5, "draft_windows": 3},
-        "model": {"draft": str(small)},
-        "model, 3 guesses, 2 windows": {"draft": str(small), "num_assistant_tokens": 3, "draft_windows": 2},
+        NONE: {"draft": "off"},
+        LOOK_UP: {"draft": "ngram"},
+        LOOK_UP_FIXED: {"draft": "ngram", "num_assistant_tokens": 5, "draft_windows": 3},
+        MODEL: {"draft": str(small)},
+        MODEL_FIXED: {"draft": str(small), "num_assistant_tokens": 3, "draft_windows": 2},
     }
 
 
-def run(say: Say) -> Report:
+def run(say: Say, *, tokens: int = TOKENS) -> Report:
     target, small = smollm2_f16(say), smollm2(say)
+    options = drafts(small.package)
     rows: list[Row] = []
+    without: dict[str, list[tuple[int, ...]]] = {}  # by precision: the number of peers changes nothing
     worst = 0
-    for precision, peers in PLACES:
+    for precision, peers, names in PLACES:
         with asyncio.Runner() as runner, pinned_swarm(target, even(target, peers), "--precision", precision) as swarm:
             client = runner.run(SwarmClient.connect(target.manifest.digest, initial_peers=swarm.addresses))
-            texts = {"none": runner.run(_texts(client, {"draft": "off"}, say))}
-            for name, options in drafts(small.package).items():
-                texts[name] = runner.run(_texts(client, options, say))
-                differ = sum(one != other for one, other in zip(texts["none"], texts[name], strict=True))
+            if precision not in without:
+                without[precision] = runner.run(_texts(client, options[NONE], tokens, say))
+            for name in names:
+                texts = runner.run(_texts(client, options[name], tokens, say))
+                differ = sum(one != other for one, other in zip(without[precision], texts, strict=True))
                 rows.append(Row(configuration=f"{precision}, {peers} peers, {name}", value=differ, unit="of 8 differ"))
                 say(f"{precision}, {peers} peers, {name}: {differ} differ")
                 worst = max(worst, differ) if precision == "accuracy" else worst
@@ -56,15 +69,15 @@ def run(say: Say) -> Report:
         rows=rows,
         ratios={"accuracy_texts_that_differ": worst},
         goals={"accuracy_texts_that_differ": ("<=", 0)},
-        notes=[f"greedy, {TOKENS} tokens after eight prompts; SmolLM2 INT4 drafts for SmolLM2 f16"],
+        notes=[
+            f"greedy, {tokens} tokens after eight prompts, all at once; SmolLM2 INT4 drafts for SmolLM2 f16",
+            "without drafts: over 2 peers, once for each precision",
+        ],
     )
 
 
-async def _texts(client: SwarmClient, options: dict[str, Any], say: Say) -> Sequence[tuple[int, ...]]:
-    texts = []
-    for kind in KINDS:
-        config = GenerationConfig(max_new_tokens=TOKENS, ignore_eos=True, **options)
-        reply = await collect(client.generate(kind.prompt, config))
-        texts.append(reply.token_ids)
-        say(f"{kind.name}: {reply.metrics.tokens_per_second:.1f} tok/s")
-    return texts
+async def _texts(client: SwarmClient, options: dict[str, Any], tokens: int, say: Say) -> list[tuple[int, ...]]:
+    config = GenerationConfig(max_new_tokens=tokens, ignore_eos=True, **options)
+    replies = await asyncio.gather(*(collect(client.generate(kind.prompt, config)) for kind in KINDS))
+    say(f"{sum(reply.metrics.tokens_per_second for reply in replies):.1f} tok/s together")
+    return [reply.token_ids for reply in replies]

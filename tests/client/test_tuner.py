@@ -102,6 +102,18 @@ def test_one_bad_moment_does_not_end_guessing() -> None:
     assert tuner.window.k >= usual  # nobody remembers that two tokens took seconds
 
 
+@pytest.mark.parametrize("said", [1e308, -1e308, 0.0])
+def test_a_hop_that_lies_about_its_times_breaks_nothing(said: float) -> None:
+    tuner = Tuner(Prior(chance=0.6, draft_s=0.0), free_guesses=True)
+    for tokens in (8, 1, 3):
+        told = answer(1.0, tokens=tokens, rows=min(tokens, 3))
+        lies = tuple(replace(hop, compute_s=said, queue_s=abs(said)) for hop in told.output.trace)
+        tuner.answered(replace(told, output=replace(told.output, trace=lies), received_at=1.0 if said else 2.0))
+        verdicts(tuner, 1, 2, 1)
+    assert 0 < tuner.without() < float("inf")
+    assert tuner.verdict() is not None
+
+
 def test_what_is_fixed_is_not_tuned() -> None:
     tuner = taught(Tuner(PRIOR, free_guesses=True, k=5, depth=2))
     verdicts(tuner, 0, 5, 20)
