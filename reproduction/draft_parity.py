@@ -1,8 +1,8 @@
 """Greedy texts with drafts against those without: eight kinds of prompts, 256 tokens, 2 to 4 real peers.
 
 In accuracy mode none may differ, whoever else writes at the same time and over however many peers. In performance mode
-(bf16, u8 KV) several tokens, of a window or of several texts, are computed otherwise than single ones, and near-ties can
-fall otherwise: that is counted, and shown beside what it is without any draft. The eight texts are written at once.
+(bf16, u8 KV) several tokens, of a window or of several texts, are computed otherwise than single ones, and near-ties
+can fall otherwise: that is counted, and shown beside what it is without any draft. The eight texts are written at once.
 """
 
 from __future__ import annotations
