@@ -113,8 +113,7 @@ class Speculation:
             while wanted := self._wanted():
                 await self._guess(wanted)
             self._send()
-        elif self._guesser.tuner.hopes:
-            self._read(self._guesser)  # the prompt, while the peers do too
+        # else the prompt, which goes out at once
         return self._judge(await self._advance(self._guesser))
 
     async def go_on(self) -> None:

@@ -25,6 +25,7 @@ _LEAST_S = 1e-6
 _GUESSES_TIMED = 9
 _TRY_AGAIN_TOKENS = 64
 _HOPELESS = 8
+_AT_FIRST = Window(8)
 _TRIAL_TRIPS = 6
 _TRIAL = Window(3)
 _HOPE = 0.95
@@ -109,18 +110,17 @@ class Crowding:
 
     def __init__(self) -> None:
         self._longer_s = self._expected_s = 0.0
-        self._trip_s = 1.0
 
-    @property
-    def share(self) -> float:
-        believed_s = _CROWDING_WEIGHT * self._trip_s
-        return max((self._longer_s + believed_s * _CROWDING) / (self._expected_s + believed_s), 0.0)
+    def share(self, ways_s: float, hops_s: float) -> float:
+        """Where a step takes `ways_s` and `hops_s`; only these can be disturbed, as far as is known before."""
+        believed_s = _CROWDING_WEIGHT * (ways_s + hops_s)
+        longer_s = self._longer_s + _CROWDING_WEIGHT * hops_s * _CROWDING
+        return max(longer_s / (self._expected_s + believed_s), 0.0)
 
-    def note(self, took_s: float, expected_s: float, *, others: int, trip_s: float) -> None:
+    def note(self, took_s: float, expected_s: float, *, others: int) -> None:
         """An answer took so long with so many `others` busy."""
         self._longer_s = self._longer_s * _CROWDING_MEMORY + took_s - expected_s
         self._expected_s = self._expected_s * _CROWDING_MEMORY + expected_s * others
-        self._trip_s = trip_s
 
     def fade(self) -> None:
         """A window was alone: what was found before is a little less certain."""
@@ -136,7 +136,10 @@ class Tuner:
     """
 
     def __init__(self, prior: Prior, *, free_guesses: bool, k: int | None = None, depth: int | None = None) -> None:
-        self.window = NO_DRAFT if k is None else Window(k, depth or 1)
+        if k is not None:
+            self.window = Window(k, depth or 1)
+        else:  # a draft that takes its time guesses while the peers read the prompt; what becomes of it is seen then
+            self.window = NO_DRAFT if free_guesses else _AT_FIRST
         self.chances = Chances(prior.chance)
         self.streak = 0
         self._k = k
@@ -159,7 +162,8 @@ class Tuner:
         if self._ways_s is None:
             return None
         hops, slowest = (times.curve(decoded=self._has_decoded) for times in (self._hops, self._slowest))
-        return Costs(self._draft_s, self._ways_s, hops, slowest, self._hop_count, self._crowding.share)
+        crowding = self._crowding.share(self._ways_s, hops.at(1))
+        return Costs(self._draft_s, self._ways_s, hops, slowest, self._hop_count, crowding)
 
     @property
     def _draft_s(self) -> float:
@@ -174,11 +178,6 @@ class Tuner:
     def guesses(self) -> bool:
         """Whether to guess at all."""
         return self.window.k > 0 or (self._free and self._k != 0)
-
-    @property
-    def hopes(self) -> bool:
-        """Whether there will be guesses, as far as one knows: nothing speaks against them yet."""
-        return self.guesses or (self.costs is None and self._k != 0)
 
     def forget_route(self) -> None:
         """The hops are others now."""
@@ -215,8 +214,7 @@ class Tuner:
         follows = answer.sent_at < self._answered_at
         expected = costs.next_s(size, depth) if follows else costs.first_s(size, depth)
         took = answer.received_at - (self._answered_at if follows else answer.sent_at)
-        others = others_busy(depth, costs.hop_count)
-        self._crowding.note(took, expected, others=others, trip_s=costs.trip_s(size))
+        self._crowding.note(took, expected, others=others_busy(depth, costs.hop_count))
 
     def drafted(self, guesses: int, seconds: float) -> None:
         """So many guesses took so long."""

@@ -14,6 +14,7 @@ from typing import Any
 from client.client import SwarmClient
 from client.config import GenerationConfig
 from client.generate import collect
+from reproduction.drafting import connect
 from reproduction.experiment import Report, Row, Say
 from reproduction.kinds import KINDS
 from reproduction.local import even
@@ -53,7 +54,7 @@ def run(say: Say, *, tokens: int = TOKENS) -> Report:
     worst = 0
     for precision, peers, names in PLACES:
         with asyncio.Runner() as runner, pinned_swarm(target, even(target, peers), "--precision", precision) as swarm:
-            client = runner.run(SwarmClient.connect(target.manifest.digest, initial_peers=swarm.addresses))
+            client = runner.run(connect(target, swarm))
             if precision not in without:
                 without[precision] = runner.run(_texts(client, options[NONE], tokens, say))
             for name in names:

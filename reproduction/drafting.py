@@ -8,11 +8,19 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from client.client import SwarmClient
-from client.config import GenerationConfig
+from client.config import ClientConfig, GenerationConfig
 from client.draft import Draft
 from client.generate import Reply, collect
 from client.speculation import Guesser
 from client.tuner import Prior, Tuner
+from reproduction.models import Model
+from swarm.localswarm import LocalSwarm
+
+
+async def connect(model: Model, swarm: LocalSwarm) -> SwarmClient:
+    """A client of `swarm` whose draft takes one thread: it shares the cores with the peers."""
+    config = ClientConfig(draft_threads=1)
+    return await SwarmClient.connect(model.manifest.digest, initial_peers=swarm.addresses, config=config)
 
 
 async def draft_with(

@@ -15,6 +15,7 @@ from pathlib import Path
 from client.client import SwarmClient
 from client.config import GenerationConfig
 from client.generate import Reply, collect
+from reproduction.drafting import connect
 from reproduction.experiment import Report, Row, Say
 from reproduction.far import METHODS, prefix
 from reproduction.kinds import KINDS
@@ -40,7 +41,7 @@ def run(say: Say, *, ways_s: Sequence[float] = WAYS_S) -> Report:
                 continue
             say(f"{way * 1000:.0f} ms a way, by {method}")
             with asyncio.Runner() as runner, pinned_swarm(target, even(target, 2), away=prefix(method, way)) as swarm:
-                client = runner.run(SwarmClient.connect(target.manifest.digest, initial_peers=swarm.addresses))
+                client = runner.run(connect(target, swarm))
                 speeds = runner.run(_measure(client, small.package, say))
                 runner.run(client.close())
             label = f"{way * 1000:.0f} ms by {method}" if way else "0 ms"

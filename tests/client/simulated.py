@@ -73,6 +73,7 @@ class SimulatedPipeline:
         self._compute = compute
         self._queues: list[deque[tuple[float, _Step]]] = [deque() for _ in range(hops)]
         self._wakes = [asyncio.Event() for _ in range(hops)]
+        self._due = [0.0] * (hops + 1)
         self._loop = asyncio.get_running_loop()
         self._servers = [asyncio.create_task(self._serve(place)) for place in range(hops)]
         self._windows: deque[_Step] = deque()
@@ -123,7 +124,12 @@ class SimulatedPipeline:
 
     def _send(self, step: _Step) -> None:
         self._windows.append(step)
-        self._loop.call_later(self._way_s, self._arrive, 0, step)
+        self._travel(0, step)
+
+    def _travel(self, place: int, step: _Step) -> None:
+        # what leaves at one moment arrives in its order, as on a line; timers of one moment have none
+        self._due[place] = max(self._loop.time() + self._way_s, self._due[place] + 1e-9)
+        self._loop.call_at(self._due[place], self._arrive, place, step)
 
     def _arrive(self, place: int, step: _Step) -> None:
         if place == len(self._queues):
@@ -165,7 +171,7 @@ class SimulatedPipeline:
                     sent_at=now,
                 ),
             )
-            self._loop.call_later(self._way_s, self._arrive, place + 1, step)
+            self._travel(place + 1, step)
 
 
 async def speed(

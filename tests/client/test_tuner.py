@@ -26,10 +26,11 @@ def verdicts(tuner: Tuner, right: int, compared: int, times: int) -> None:
         tuner.retune(right + 1)
 
 
-def test_nothing_is_guessed_before_the_time_of_a_step_is_known() -> None:
+def test_a_draft_guesses_beside_the_prompt_and_the_time_of_a_step_decides_what_is_sent() -> None:
     tuner = Tuner(PRIOR, free_guesses=False)
     tuner.retune(1)
-    assert (tuner.costs, tuner.window.k, tuner.without()) == (None, 0, 0.0)
+    assert (tuner.costs, tuner.window.depth, tuner.without()) == (None, 1, 0.0)
+    assert tuner.guesses
     tuner.answered(answer(1.0, tokens=40))
     # a prompt's token is as much of its time as it can be, and so is a guess
     assert tuner.costs is not None
@@ -173,13 +174,14 @@ def test_a_draft_that_reads_a_long_prompt_keeps_nobody_waiting_and_is_not_dear_f
 
 def test_how_much_several_windows_disturb_each_other_is_measured_and_forgotten() -> None:
     crowd = Crowding()
-    believed = crowd.share
+    believed = crowd.share(0.0, 0.02)
+    assert crowd.share(0.18, 0.02) == pytest.approx(believed / 10)  # far hops hardly meet
     for _ in range(30):
-        crowd.note(0.030, 0.020, others=1, trip_s=0.02)
-    assert crowd.share == pytest.approx(0.5, abs=0.1)
+        crowd.note(0.030, 0.020, others=1)
+    assert crowd.share(0.0, 0.02) == pytest.approx(0.5, abs=0.1)
     for _ in range(600):
         crowd.fade()
-    assert crowd.share == pytest.approx(believed, abs=0.01)
+    assert crowd.share(0.0, 0.02) == pytest.approx(believed, abs=0.01)
     for _ in range(30):
-        crowd.note(0.010, 0.020, others=1, trip_s=0.02)
-    assert crowd.share == 0.0
+        crowd.note(0.010, 0.020, others=1)
+    assert crowd.share(0.0, 0.02) == 0.0
