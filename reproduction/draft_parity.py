@@ -31,7 +31,7 @@ PLACES = (
     ("accuracy", 2, (LOOK_UP, LOOK_UP_FIXED, MODEL, MODEL_FIXED)),
     ("accuracy", 3, (LOOK_UP_FIXED, MODEL)),
     ("accuracy", 4, (LOOK_UP, MODEL_FIXED)),
-    ("performance", 2, (NONE, LOOK_UP_FIXED, MODEL_FIXED)),
+    ("performance", 2, (NONE, MODEL_FIXED)),
 )
 
 
