@@ -28,9 +28,9 @@ from swarm.engine.compose import open_engine
 
 SIZES = (2, 3, 5, 7, 10)
 WAYS_S = (0.0, 0.05, 0.1)
-TOKENS = {0.0: 128, 0.05: 64, 0.1: 64}
+TOKENS = {0.0: 96, 0.05: 64, 0.1: 64}
 ROUNDS = {0.0: 3, 0.05: 1, 0.1: 1}  # far away a trip's time is the ways', which do not vary
-ALONE_TOKENS = 16  # far away, of one token a trip: each takes the same time
+ALONE_TOKENS = 12  # far away, of one token a trip: each takes the same time
 PROMPT = KINDS[0].prompt
 RIGHT = 0.83  # of the guesses whose predecessors were right: 71 % of three a trip
 _SIZE_OF = {"none": 0} | {f"K={k}": k for k in SIZES}
