@@ -7,6 +7,7 @@ with it. Its weights are those of the file, 4-bit numbers turned into f32: what 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,12 +30,15 @@ def smollm2_checkpoint(say: Say) -> Path:
     folder = cache_folder() / "reproduction" / SHA256[:12] / "checkpoint"
     if not (folder / "config.json").exists():
         say("making a checkpoint of the demo model (once)")
-        gguf = fetch_demo_model(cache_folder())
+        gguf, making = fetch_demo_model(cache_folder()), folder.with_name("checkpoint.making")
+        shutil.rmtree(making, ignore_errors=True)
         subprocess.run(
-            [sys.executable, "-m", "reproduction.checkpoints", str(gguf), str(folder)], check=True, capture_output=True
+            [sys.executable, "-m", "reproduction.checkpoints", str(gguf), str(making)], check=True, capture_output=True
         )
         for path in smollm2(say).package.glob("openvino_*tokenizer.*"):
-            (folder / path.name).write_bytes(path.read_bytes())
+            (making / path.name).write_bytes(path.read_bytes())
+        shutil.rmtree(folder, ignore_errors=True)
+        making.rename(folder)
     return folder
 
 

@@ -2,7 +2,8 @@
 
 The bound is 3 x the largest single piece in the source's precision + 1.5 GB. The big checkpoint (24 layers and both
 ends of Llama-3-8B's shape, 12.6 GB in bf16) is written into the cache folder and removed afterwards: it takes about
-20 GB of disk and ten minutes. Peak is the kernel's own figure of the process, mapped pages of files included.
+20 GB of disk and ten minutes. Peak is the kernel's own figure of the process, mapped pages of files included; not
+that of getrusage, which a child inherits from whoever started it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ SMALL = Shape(hidden=1024, intermediate=4096, heads=16, kv_heads=8, head_size=64
 BIG_LAYERS = 24
 _ALLOWANCE = 1_500_000_000
 _EXPORT = """
-import resource, sys
+import re, sys
 from pathlib import Path
 from swarm import telemetry
 telemetry.switch_off()
 from export.package import export_package
 export_package(Path(sys.argv[1]), Path(sys.argv[2]), weights="int4")
-print(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]))
 """
 
 

@@ -64,7 +64,7 @@ LLAMA_8B = Shape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_siz
 
 def write_checkpoint(folder: Path, shape: Shape, layers: int, tokenizer_of: Path) -> int:
     """Write it, with the tokenizer of the package `tokenizer_of`; gives its bytes."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -82,13 +82,14 @@ def write_checkpoint(folder: Path, shape: Shape, layers: int, tokenizer_of: Path
         "eos_token_id": 2,
         "dtype": "bfloat16",
     }
-    (folder / "config.json").write_text(json.dumps(config))
     for entry in load_manifest(tokenizer_of).parts[TOKENIZER]:
         if entry.path.startswith("openvino_"):
             (folder / entry.path).write_bytes((tokenizer_of / entry.path).read_bytes())
     random = np.random.default_rng(0)
     groups = {"ends": shape.ends(), **{f"{number:03d}": shape.layer(number) for number in range(layers)}}
-    return sum(_write(folder / f"model-{name}.safetensors", tensors, random) for name, tensors in groups.items())
+    size = sum(_write(folder / f"model-{name}.safetensors", tensors, random) for name, tensors in groups.items())
+    (folder / "config.json").write_text(json.dumps(config))  # last: where it is, the checkpoint is whole
+    return size
 
 
 def _write(file: Path, tensors: dict[str, tuple[int, ...]], random: np.random.Generator) -> int:
