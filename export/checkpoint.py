@@ -84,7 +84,8 @@ def fetch_checkpoint(name: str) -> Path:
         raise ConfigError(f"{name} is no file here, and fetching it needs pip install 'aipc-swarm[export]'") from error
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "README.md"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        # what `transformers` does not read is the same weights again: original/, consolidated.safetensors
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"{name} is neither a file or directory here nor a model that the hub gives ({last_line(error)}): "
@@ -100,7 +101,7 @@ def read_json(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _MAX_JSON:
             raise DamagedFile(f"{path} has {path.stat().st_size} bytes, too many for such a file: fetch it again")
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise DamagedFile(f"{path} cannot be read as JSON ({error}): fetch it again") from error
     if not isinstance(value, dict):
         raise DamagedFile(f"{path} holds no JSON object: fetch it again")
@@ -108,13 +109,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Those that the index names, or all there are where there is no index."""
-    named = read_json(directory / _INDEX).get("weight_map")
-    files = (
-        sorted({directory / Path(str(name)).name for name in named.values()})
-        if isinstance(named, dict)
-        else sorted(directory.glob("*.safetensors"))
-    )
+    """Those that the index names; without one `model.safetensors`, for others beside it hold the same again."""
+    named, whole = read_json(directory / _INDEX).get("weight_map"), directory / "model.safetensors"
+    if isinstance(named, dict):
+        files = sorted({directory / Path(str(name)).name for name in named.values()})
+    else:
+        files = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
         raise PackageError(
@@ -141,5 +141,5 @@ def _header(file: Path) -> dict[str, TensorInfo]:
             for name, entry in plain.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError, RecursionError) as error:
         raise DamagedFile(f"{file} cannot be read as safetensors ({error}): fetch it again") from error

@@ -54,6 +54,8 @@ def export(
     """Turn a causal language model into a package: a file a layer, so that peers can serve any span of it."""
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     if check:
+        if out is not None:
+            raise ConfigError(f"--check writes nothing: leave {out} out, or name the checkpoint with --against")
         _check(source, against, console, as_json)
         return
     if out is None:
@@ -79,6 +81,9 @@ def export(
     with bars(console) as report:
         done = request.run(verify, report)
     if done.manifest is None:
+        if as_json:
+            typer.echo(json.dumps({"layers": layers, "partial": f"{out}.partial"}))
+            return
         console.print(f"layers {layers} are in {out}.partial: bring the others there and go on with --resume")
         return
     summary = _Summary.of(done.manifest, out, done.difference)
@@ -103,6 +108,8 @@ def _check(package: Path, against: Path | None, console: Console, as_json: bool)
         if (worst := found.worst) is not None:
             console.print(f"worst: {worst.part} {worst.deviation:.2g}, its format explains {found.tolerance:g}")
         console.print("too big to run here" if found.text is None else f"{PROMPT}{found.text}", soft_wrap=True)
+        if (choices := found.choices) is not None:
+            console.print(f"transformers chooses {choices.alike} of {choices.places} tokens of this text alike")
     found.require()
 
 

@@ -58,8 +58,8 @@ def check_family(config: Mapping[str, Any], versions: Mapping[str, str]) -> Fami
     family = FAMILIES.get(kind, Family(needs="not known here"))
     if family.refused:
         raise UnsupportedModel(f"{kind} cannot be exported: {family.refused} ({described(versions)})")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "quantized")
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method", "quantized") if isinstance(quantized, dict) else quantized
         raise UnsupportedModel(
             f"the checkpoint's weights are quantized already ({method}): take the model's 16-bit checkpoint, or a "
             f"GGUF file or an OpenVINO IR of it ({described(versions)})"

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from swarm.footprint import in_words, kv_bytes, layers_that_fit, needed_bytes, usual_kv_tokens
-from swarm.manifest import EMBED, HEAD, LayerSpec, Manifest, layer_part, load_manifest
+from swarm.manifest import EMBED, HEAD, LayerSpec, Manifest, StaticSpec, layer_part, load_manifest
 from swarm.spans import LayerRange
 
 _ASKED = (4, 8, 16, 32)
@@ -42,6 +42,7 @@ class Description:
     layers: tuple[tuple[int, int, LayerSpec, int], ...]
     together: tuple[tuple[int, int], ...]
     grid: tuple[int, ...]
+    static: StaticSpec | None
     kv_bytes_f32: int
     kv_bytes_u8: int
     whole_bytes: int
@@ -70,6 +71,7 @@ def describe(package: Path, memories: tuple[int, ...] = ()) -> Description:
         layers=_alike(manifest),
         together=manifest.together,
         grid=manifest.grid,
+        static=manifest.static,
         kv_bytes_f32=kv_bytes(elements, "f32"),
         kv_bytes_u8=kv_bytes(elements, "u8"),
         whole_bytes=needed_bytes(manifest, span, kv="f32", kv_tokens=tokens),
@@ -112,6 +114,7 @@ def as_text(description: Description) -> str:
             for first, last in d.together
         ),
         f"grid     {' '.join(map(str, d.grid))}",
+        *([f"static   graphs for NPUs, of {d.static.context} tokens, {d.static.chunk} at a time"] if d.static else []),
         f"cache    {in_words(d.kv_bytes_f32)} a token in f32, {in_words(d.kv_bytes_u8)} in u8",
         f"memory   {in_words(d.whole_bytes)} for all of it in f32",
         *(

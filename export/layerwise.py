@@ -27,8 +27,9 @@ from export.openvino_ir import facts, windows_of
 from export.output import check_free, parts_of, put_in_place, save_part
 from export.pieces import Piece, Pieces, Weigh
 from export.rows import compress_rows
-from export.runner import Runner
+from export.runner import require_fused
 from export.source import ModelFacts, Progress, eos_of_tokenizer, silent, slug
+from export.stateful import drop_beam_gathers
 from export.static import check_fits, write_static
 from export.static_check import check_static_layers
 from export.tokenizer import write_tokenizer
@@ -55,6 +56,7 @@ class Work:
     format: Format
     name: str | None
     licence: str | None
+    beam_idx: bool = True
 
     @classmethod
     def on(
@@ -65,18 +67,28 @@ class Work:
         name: str | None = None,
         licence: str | None = None,
         origin: str | None = None,
+        beam_idx: bool = True,
     ) -> Work:
         """Raises UnsupportedModel for a family that is refused, PackageError and DamagedFile for its files."""
         checkpoint = Checkpoint.open(directory)
         family = check_family(checkpoint.config, versions())
         decoder = Decoder.of(checkpoint)
+        decoder.require_separable()
         told = facts(directory, lambda: eos_of_tokenizer(directory))
         config = decoder.config.to_dict()
         told["windows"] = lambda layers: windows_of(config, layers)
         told["context_length"] = min(told["context_length"], _steady_context(config))
         if origin is not None:
             told |= {"origin": origin, "name": origin.rpartition("/")[2]}
-        return cls(decoder=decoder, family=family, facts=ModelFacts(**told), format=format, name=name, licence=licence)
+        return cls(
+            decoder=decoder,
+            family=family,
+            facts=ModelFacts(**told),
+            format=format,
+            name=name,
+            licence=licence,
+            beam_idx=beam_idx,
+        )
 
     @property
     def layers(self) -> int:
@@ -85,8 +97,7 @@ class Work:
     def made_from(self, part: str, layer: int | None) -> str:
         """A digest of everything that the bytes of a part depend on; of each tensor's numbers, both ends."""
         checkpoint = self.decoder.checkpoint
-        inner = {name for i in range(self.layers) for name in self.decoder.layer_tensors(i)} if layer is None else set()
-        names = sorted(set(checkpoint.tensors) - inner) if layer is None else self.decoder.layer_tensors(layer)
+        names = self.decoder.outer_tensors if layer is None else self.decoder.layer_tensors(layer)
         digest = hashlib.sha256()
         for name, tensor in checkpoint.read(names).items():
             info = checkpoint.tensors[name]
@@ -94,7 +105,7 @@ class Work:
             flat = tensor.reshape(-1)
             for end in (flat[:_SAMPLE], flat[-_SAMPLE:]):
                 digest.update(end.float().numpy().tobytes())
-        plain = [_PROGRAM, part, self.decoder.config.to_dict(), str(self.format), versions()]
+        plain = [_PROGRAM, part, self.decoder.config.to_dict(), str(self.format), versions(), self.beam_idx]
         digest.update(json.dumps(plain, sort_keys=True, default=str).encode())
         return digest.hexdigest()
 
@@ -121,11 +132,12 @@ def write_parts(work: Work, journal: Journal, parts: Sequence[str], progress: Pr
                 path = journal.package / f"{part}.xml"
                 piece = _make(pieces, part, layer, windows, work.format)
                 ready = layer is None and work.format.weights != F16  # `_make` has compressed it
-                files = save_part(piece.model, path, Format() if ready else work.format, is_layer=layer is not None)
+                model = piece.model if layer is None or work.beam_idx else drop_beam_gathers(piece.model)
+                files = save_part(model, path, Format() if ready else work.format, is_layer=layer is not None)
                 record = PartRecord(part=part, made_from=made_from, files=files, facts=dict(piece.facts))
-                del piece
-                if layer is not None:
-                    _require_fused(path)
+                del model, piece
+                if layer is not None and work.beam_idx:
+                    require_fused(path)
                 journal.finish(record)
                 unreleased += files[-1].size
             if unreleased > _RELEASE_AT:
@@ -157,7 +169,6 @@ def assemble(
     parts = {part: record.files for part, record in records.items()}
     parts[TOKENIZER] = tuple(map(describe_file, write_tokenizer(work.decoder.checkpoint.directory, journal.package)))
     if static is not None:
-        check_fits(static, work.facts.context_length)
         parts |= write_static(journal.package, work.layers, static, progress)
     manifest = Manifest(
         name=slug(work.name or work.facts.name),
@@ -217,6 +228,7 @@ def export_checkpoint(
     origin: str | None = None,
     layers: LayerRange | None = None,
     static: StaticSpec | None = None,
+    beam_idx: bool = True,
     resume: bool = False,
     force: bool = False,
     make: Make | None = None,
@@ -225,7 +237,8 @@ def export_checkpoint(
     """Turn the checkpoint in `source` into the package `out`; None where only `layers` were made, beside `out`.
 
     `resume` goes on with what is beside `out`; without it an unfinished export there is an error, unless `force`
-    discards it. `make` does the work instead of this process (`export.jobs`).
+    discards it. `make` does the work instead of this process (`export.jobs`). `beam_idx=False` leaves out the Gather
+    behind the caches, to measure its worth.
 
     Raises ConfigError for a wrong argument, UnsupportedModel, PackageError and DamagedFile for the checkpoint. What
     was made until then stays beside `out`.
@@ -238,7 +251,11 @@ def export_checkpoint(
                 f"{journal.folder} holds an unfinished export: go on with --resume, or discard it with --force"
             )
         shutil.rmtree(journal.folder)
-    work = Work.on(source, format, name=name, licence=licence, origin=origin)
+    work = Work.on(source, format, name=name, licence=licence, origin=origin, beam_idx=beam_idx)
+    if static is not None:
+        check_fits(static, work.facts.context_length)
+        if layers is not None:
+            raise ConfigError("--static is for the run that brings all layers together: leave it out with --layers")
     parts = parts_within(work.layers, layers)
     try:
         journal.begin()
@@ -268,7 +285,7 @@ def _make(pieces: Pieces, part: str, layer: int | None, windows: Sequence[int | 
 
 
 def _block(rows: int, first: int, last: int) -> Weigh:
-    return lambda _name, tensor: tensor[first:last] if tensor.dim() > 1 and len(tensor) == rows else tensor
+    return lambda _name, tensor: tensor[first:last] if tensor.dim() and len(tensor) == rows else tensor
 
 
 def _half(name: str, tensor: Any) -> Any:
@@ -278,11 +295,6 @@ def _half(name: str, tensor: Any) -> Any:
     if not bool(torch.isfinite(half).all()):
         raise UnsupportedModel(f"{name} holds numbers that f16 cannot: export with --weights {KEEP}, int8 or int4")
     return half
-
-
-def _require_fused(path: Path) -> None:
-    if Runner(path).fused_attentions != 1:
-        raise UnsupportedModel(f"the attention of {path.stem} is not fused when OpenVINO compiles it")
 
 
 def _told(format: Format, package: Path) -> str:

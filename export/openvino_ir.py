@@ -38,18 +38,27 @@ def facts(directory: Path, last_resort: Callable[[], tuple[int, ...]]) -> dict[s
     `last_resort` gives the end-of-text ids where none of these says them.
     """
     outer = read_json(directory / "config.json")
-    config = outer.get("text_config") or outer
+    config = outer["text_config"] if isinstance(outer.get("text_config"), dict) else outer
     generation = read_json(directory / "generation_config.json")
+    called = _called(directory.resolve())
     eos = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
     return {
-        "name": directory.resolve().name,
+        "name": called.rpartition("/")[2],
         "architecture": str(config.get("model_type") or UNKNOWN),
-        "origin": str(outer.get("_name_or_path") or directory.resolve().name),
+        "origin": str(outer.get("_name_or_path") or called),
         "licence": _licence(directory / "README.md"),
         "context_length": _context_length(config, directory),
         "eos_token_ids": eos or last_resort(),
         "windows": lambda layers: windows_of(config, layers),
     }
+
+
+def _called(directory: Path) -> str:
+    """The directory's name; the model's id where it lies in the hub's cache, models--OWNER--MODEL/snapshots/COMMIT."""
+    repository = directory.parent.parent.name
+    if directory.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return directory.name
 
 
 def _ids(value: Any) -> tuple[int, ...]:

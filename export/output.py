@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from export.cut import name_new_ops
 from export.source import last_line
 from swarm.errors import ConfigError, PackageError
 from swarm.manifest import EMBED, HEAD, MANIFEST, FileEntry, describe_file, layer_part
+
+_NAMES = re.compile(rb' (names?|id|variable_id|from-layer|to-layer|offset)="[^"]*"')
 
 
 def parts_of(layers: int) -> list[tuple[str, int | None]]:
@@ -34,8 +37,15 @@ def save_part(model: ov.Model, path: Path, format: Format, *, is_layer: bool) ->
     return (describe_file(path), describe_file(path.with_suffix(".bin")))
 
 
+def structure(path: Path) -> bytes:
+    """The graph at `path` without its names, and where its weights lie: equal for layers that differ in these alone."""
+    return _NAMES.sub(b"", path.read_bytes())
+
+
 def check_free(out: Path, force: bool) -> None:
-    """Raises ConfigError where `out` is something that a package may not replace."""
+    """Raises ConfigError where `out` is something that a package may not replace, or has no name of its own."""
+    if out.name in ("", ".."):
+        raise ConfigError(f"{out} is a directory that is in use: name one to be made, such as {out / 'package'}")
     if not out.exists():
         return
     if not out.is_dir():

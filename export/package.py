@@ -20,7 +20,8 @@ from export.gguf import read_gguf_source
 from export.graph import CausalGraph, Layer
 from export.layerwise import export_checkpoint
 from export.openvino_ir import read_ir_source
-from export.output import check_free, parts_of, put_in_place, save_part, workspace
+from export.output import check_free, parts_of, put_in_place, save_part, structure, workspace
+from export.runner import require_fused
 from export.source import IR_NAME, ModelSource, Progress, silent, slug
 from export.stateful import drop_beam_gathers, prepare
 from export.static import check_fits, write_static
@@ -70,10 +71,18 @@ def export_package(
     """
     format = Format(weights=weights, group=group, symmetric=symmetric)
     if source.is_dir() and is_checkpoint(source) and not (source / IR_NAME).is_file():
-        if check is not None or not beam_idx:
+        if check is not None:
             raise ConfigError("a checkpoint is compared with `swarm export --check PACKAGE --against CHECKPOINT`")
         whole = export_checkpoint(
-            source, out, format, name=name, licence=licence, static=static, force=force, progress=progress
+            source,
+            out,
+            format,
+            name=name,
+            licence=licence,
+            static=static,
+            beam_idx=beam_idx,
+            force=force,
+            progress=progress,
         )
         assert whole is not None  # only a range of layers gives none
         return whole
@@ -155,9 +164,14 @@ def _write_graphs(
 
     plan = parts_of(layers)
     parts = {}
+    fused: set[bytes] = set()  # what is true of one layer is true of those that differ in their weights alone
     for done, (part, layer) in enumerate(plan):
         progress("cutting layers", done, len(plan))
-        parts[part] = save_part(cut(part, layer), package / f"{part}.xml", format, is_layer=layer is not None)
+        path = package / f"{part}.xml"
+        parts[part] = save_part(cut(part, layer), path, format, is_layer=layer is not None)
+        if layer is not None and beam_idx and (kind := structure(path)) not in fused:
+            require_fused(path)
+            fused.add(kind)
     progress("cutting layers", len(plan), len(plan))
     return parts
 

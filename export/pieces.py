@@ -6,25 +6,27 @@ before anything is written: a family that would come out wrong is refused here.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openvino as ov
 from openvino.op.util import VariableInfo
 
 from export.cut import cut_embed, cut_head, cut_layer, name_new_ops
 from export.families import Family, described
-from export.onelayer import Decoder
-from export.reference import passage, random_hidden, run_layer
-from export.runner import Runner
+from export.onelayer import TINY_VOCABULARY, Decoder, first_rows
+from export.reference import Ends, deviation, passages, random_hidden, run_layer
+from export.runner import Runner, Step
 from export.torch_stack import versions
 from export.trace import Template, origin_names, put_weights, trace
 from swarm.engine.memory import release_memory
-from swarm.errors import PackageError, UnsupportedModel
-from swarm.manifest import EMBED, LayerSpec, layer_part
+from swarm.errors import UnsupportedModel
+from swarm.manifest import EMBED, HEAD, LayerSpec, layer_part
 
 # f32 against f32: rounding differs by 1e-6; what is left out (a cap, a mask) differs by more than this.
 _EXACT = 1e-4
@@ -50,6 +52,7 @@ class Pieces:
         self._family = family
         self._scratch = scratch
         self._templates: dict[str, Template] = {}
+        self._ends_are_right = False
         self._windows: tuple[int | None, ...] | None = None
 
     def make(self, part: str, layer: int | None, windows: Iterable[int | None], shape: Weigh | None = None) -> Piece:
@@ -59,12 +62,17 @@ class Pieces:
         for what is wrong with the checkpoint.
         """
         weigh = shape or (lambda _name, tensor: tensor)
-        return self._end(part, weigh) if layer is None else self._layer(layer, tuple(windows)[layer], weigh)
+        if layer is not None:
+            return self._layer(layer, tuple(windows)[layer], weigh)
+        if not self._ends_are_right:
+            self._require_right_ends()
+            self._ends_are_right = True
+        return self._end(part, weigh)
 
     def _end(self, part: str, weigh: Weigh) -> Piece:
         template = self._template(0)
         model = cut_embed(template.ir) if part == EMBED else cut_head(template.ir)
-        tensors = self._read(origin_names(model, template.origins))
+        tensors = self._read(part, origin_names(model, template.origins))
         alive = put_weights(model, template.origins, {name: weigh(name, t) for name, t in tensors.items()})
         name_new_ops(model, part, set())
         output = model.outputs[0].partial_shape[2].get_length()
@@ -87,7 +95,7 @@ class Pieces:
         """The vocabulary's size and the bytes of one token's numbers, in embedding or head."""
         template = self._template(0)
         model = cut_embed(template.ir) if part == EMBED else cut_head(template.ir)
-        tensors = self._read(origin_names(model, template.origins))
+        tensors = self._read(part, origin_names(model, template.origins))
         matrix = max(tensors.values(), key=lambda tensor: tensor.numel())
         return int(matrix.shape[0]), int(matrix.shape[-1]) * matrix.element_size()
 
@@ -126,14 +134,14 @@ class Pieces:
         tensors = dict(self._decoder.load_layer(layer).state_dict())
         alive = put_weights(model, template.origins, tensors)
         hidden = random_hidden(model.inputs[0].partial_shape[2].get_length(), _PREFILL + _STEP)
-        expected = passage(self._decoder, layer, hidden)
+        (expected,) = passages(self._decoder, layer, [hidden])
         runner = Runner(model)
-        deviation = expected.deviation(run_layer(runner, expected.before, prefill=_PREFILL, step=_STEP))
+        apart = expected.deviation(run_layer(runner, expected.before, prefill=_PREFILL, step=_STEP))
         del alive
         kind = self._decoder.config.model_type
-        if not deviation <= _EXACT:
+        if not apart <= _EXACT:
             raise UnsupportedModel(
-                f"{kind}: the graph of layer {layer} deviates from transformers by {deviation:.2g} of what the layer "
+                f"{kind}: the graph of layer {layer} deviates from transformers by {apart:.2g} of what the layer "
                 f"adds, {_EXACT:g} is rounding: the installed versions do not export it right ({described(versions())})"
             )
         if runner.fused_attentions != 1:
@@ -142,14 +150,26 @@ class Pieces:
                 f"({described(versions())})"
             )
 
-    def _read(self, names: Iterable[str]) -> dict[str, Any]:
-        """Tensors outside the layers, under the model's names; a tied one lies under the other's."""
-        known = self._decoder.checkpoint.tensors
-        tied = dict(getattr(self._decoder.model_class, "_tied_weights_keys", None) or {})
-        tied |= {other: name for name, other in tied.items()}
-        places = {name: name if name in known else tied.get(name, name) for name in names}
-        if missing := [name for name, place in places.items() if place not in known]:
-            raise PackageError(f"{self._decoder.checkpoint.directory} lacks {', '.join(missing)}: fetch it again")
+    def _require_right_ends(self) -> None:
+        """The same for embedding and head, with the first few tokens of the vocabulary."""
+        size, count = int(self._decoder.config.vocab_size), min(TINY_VOCABULARY, int(self._decoder.config.vocab_size))
+        true = Ends(self._decoder, vocabulary=count)
+        tokens = np.arange(count, dtype=np.int64)
+        hidden = random_hidden(self._decoder.config.hidden_size, count)
+        for part, expected in ((EMBED, true.embed(tokens)), (HEAD, true.logits(hidden))):
+            piece = self._end(part, lambda _name, tensor: first_rows(tensor, size, count))
+            found = Runner(piece.model).run(Step(tokens=tokens[None], past=0), None if part == EMBED else hidden)
+            apart = deviation(expected, found) if found.shape == expected.shape else math.inf
+            if not apart <= _EXACT:
+                raise UnsupportedModel(
+                    f"{self._decoder.config.model_type}: the graph of the {part} deviates from transformers by "
+                    f"{apart:.2g}, {_EXACT:g} is rounding: the installed versions do not export it right "
+                    f"({described(versions())})"
+                )
+
+    def _read(self, part: str, names: Iterable[str]) -> dict[str, Any]:
+        """Tensors outside the layers, under the model's names."""
+        places = self._decoder.places(names, head=part == HEAD)
         found = self._decoder.checkpoint.read(set(places.values()))
         return {name: found[place] for name, place in places.items()}
 

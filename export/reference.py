@@ -1,8 +1,8 @@
-"""What transformers computes for one layer, and how far a graph of ours is from it."""
+"""What transformers computes, one layer or the two ends at a time, and how far a graph of ours is from it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,53 +37,101 @@ def random_hidden(size: int, tokens: int) -> Floats:
     return numbers
 
 
-def passage(decoder: Decoder, layer: int, hidden: Floats) -> Passage:
-    """Run layer `layer` of the checkpoint on `hidden` [1, n, size] in one go."""
-    import torch
-
+def passages(decoder: Decoder, layer: int, texts: Sequence[Floats]) -> list[Passage]:
+    """Run layer `layer` of the checkpoint on each of `texts` [1, n, size] in one go."""
     model = decoder.load_layer(layer, exact=True)
-    with quiet(), torch.no_grad(), _watched(model.get_submodule(f"{decoder.stack}.0")) as seen:
-        model.base_model(inputs_embeds=torch.from_numpy(hidden), use_cache=False)
-    before, after = (tensor.reshape(hidden.shape).numpy() for tensor in seen)
-    return Passage(before=before, after=after)
+    found = []
+    for before in texts:
+        with _put(_layer_of(decoder, model), before=before) as seen:
+            _run(model.base_model, inputs_embeds=_tensor(before))
+        found.append(Passage(before=before, after=seen[1]))
+    return found
 
 
-@dataclass(frozen=True, kw_only=True)
 class Ends:
-    """The embedding of tokens 0, 1, 2 ... [1, n, hidden]; what layer 0 makes of it, and the head of that, in f32."""
+    """A model of layer 0 alone with the true embedding, last norm and head."""
 
-    embedded: Floats
-    after: Floats
-    logits: Floats
+    def __init__(self, decoder: Decoder, *, vocabulary: int | None = None) -> None:
+        """`vocabulary` leaves only so many tokens in it.
+
+        Raises DamagedFile, PackageError where the checkpoint's weights do not fit its config.
+        """
+        tokens = int(decoder.config.vocab_size) if vocabulary is None else vocabulary
+        self._model = decoder.load_layer(0, exact=True, ends=True, vocabulary=tokens)
+        self._layer = _layer_of(decoder, self._model)
+
+    def embed(self, tokens: NDArray[np.int64]) -> Floats:
+        """What layer 0 gets [1, n, hidden] for `tokens` [n]."""
+        with _put(self._layer) as seen:
+            _run(self._model.base_model, input_ids=_tensor(tokens[None]))
+        return seen[0]
+
+    def logits(self, after: Floats) -> Floats:
+        """[1, n, vocabulary] for what the last layer gives, [1, n, hidden]."""
+        tokens = np.zeros(after.shape[:2], np.int64)
+        with _put(self._layer, after=after):
+            output = _run(self._model, input_ids=_tensor(tokens)).logits.numpy()
+        return np.asarray(output, np.float32)
 
 
-def ends(decoder: Decoder, tokens: int) -> Ends:
-    """Run a model of layer 0 alone with the true embedding, last norm and head on the first `tokens` tokens."""
+def _layer_of(decoder: Decoder, model: Any) -> Any:
+    return model.get_submodule(f"{decoder.stack}.0")
+
+
+def _tensor(numbers: NDArray[Any]) -> Any:
     import torch
 
-    vocabulary = int(decoder.config.vocab_size)
-    model = decoder.load_layer(0, exact=True, vocabulary=vocabulary)
-    ids = torch.arange(tokens)[None] % vocabulary
-    with quiet(), torch.no_grad(), _watched(model.get_submodule(f"{decoder.stack}.0")) as seen:
-        logits = model(input_ids=ids, use_cache=False).logits
-    before, after = (tensor.reshape(1, tokens, -1).numpy() for tensor in seen)
-    return Ends(embedded=before, after=after, logits=logits.numpy())
+    return torch.from_numpy(numbers.copy())
+
+
+def _numbers(hidden: Any) -> Floats:
+    """[1, n, size], a copy."""
+    numbers: Floats = hidden.reshape(1, *hidden.shape[-2:]).numpy().copy()
+    return numbers
+
+
+def _run(model: Any, **inputs: Any) -> Any:
+    import torch
+
+    with quiet(), torch.no_grad():
+        return model(**inputs, use_cache=False)
 
 
 @contextmanager
-def _watched(module: Any) -> Iterator[list[Any]]:
-    """The input and the output of a module, once it has run."""
-    seen: list[Any] = []
+def _put(layer: Any, *, before: Floats | None = None, after: Floats | None = None) -> Iterator[list[Floats]]:
+    """Gives the input and the output of a module once it has run; `before` and `after` stand in for them.
 
-    def remember(_module: Any, arguments: Any, keywords: Any, output: Any) -> None:
-        before = arguments[0] if arguments else keywords["hidden_states"]
-        seen.extend((before, output[0] if isinstance(output, tuple) else output))
+    So what a model does to an embedding on its way to the first layer (granite multiplies it) stays away from others.
+    """
+    seen: list[Floats] = []
 
-    handle = module.register_forward_hook(remember, with_kwargs=True)
+    def enter(_module: Any, arguments: Any, keywords: Any) -> Any:
+        given = arguments[0] if arguments else keywords["hidden_states"]
+        seen.append(_numbers(given))
+        if before is None:
+            return None
+        stand_in = _tensor(before).reshape(given.shape)
+        return ((stand_in, *arguments[1:]), keywords) if arguments else ((), keywords | {"hidden_states": stand_in})
+
+    def leave(_module: Any, _arguments: Any, output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        seen.append(_numbers(first))
+        if after is None:
+            return None
+        stand_in = _tensor(after).reshape(first.shape)
+        return (stand_in, *output[1:]) if isinstance(output, tuple) else stand_in
+
+    handles = [layer.register_forward_pre_hook(enter, with_kwargs=True), layer.register_forward_hook(leave)]
     try:
         yield seen
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
+
+
+def deviation(true: Floats, found: Floats) -> float:
+    """How far `found` is from `true`, as a share of it (root mean squares)."""
+    return float(np.sqrt(np.mean((true - found) ** 2))) / max(float(np.sqrt(np.mean(true**2))), 1e-30)
 
 
 def run_layer(runner: Runner, hidden: Floats, *, prefill: int, step: int = 1) -> Floats:

@@ -66,9 +66,9 @@ class Request:
         from export.compress import Format
         from export.layerwise import export_checkpoint
 
-        if verify or not self.beam_idx:
+        if verify:
             raise ConfigError(
-                "--verify and --no-beam-idx are for graphs; a checkpoint is compared with "
+                "--verify is for graphs; a checkpoint is compared with "
                 "`swarm export --check PACKAGE --against CHECKPOINT`"
             )
         return export_checkpoint(
@@ -82,6 +82,7 @@ class Request:
             resume=self.resume,
             force=self.force,
             static=self._static(),
+            beam_idx=self.beam_idx,
             make=self._make_in_jobs if self.jobs > 1 else None,
             progress=progress,
         )
@@ -122,6 +123,7 @@ class Request:
 
         command = ["export", str(self.source), str(self.out), "--weights", self.weights, "--resume", "--force"]
         command += ["--group-size", str(self.group), *(["--symmetric"] if self.symmetric else [])]
+        command += [] if self.beam_idx else ["--no-beam-idx"]
         span = self.layers or LayerRange(0, work.layers)
         run_jobs(command, even_shares(span, self.jobs), journal, len(parts), progress)
 

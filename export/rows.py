@@ -7,6 +7,7 @@ own, one under the other, are the compressed matrix to the bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import openvino as ov
+from numpy.typing import NDArray
 from openvino import opset15 as op
 
 from export.compress import Format, compress
@@ -37,9 +39,9 @@ def compress_rows(
         if count == 1:
             name_new_ops(model, piece.model.get_friendly_name(), set())
             return replace(piece, model=model)
-        held.append([np.array(node.data) for node in _by_rows(model, last - first)])
-    for node, blocks in zip(_by_rows(model, last - first), zip(*held, strict=True), strict=True):
-        whole = op.constant(np.concatenate(blocks), dtype=node.output(0).element_type)
+        held.append([np.array(node.data) for node, _ in _by_rows(model, last - first)])
+    for (node, axis), blocks in zip(_by_rows(model, last - first), zip(*held, strict=True), strict=True):
+        whole = _constant(np.concatenate(blocks, axis), node.output(0).element_type)
         whole.set_friendly_name(node.get_friendly_name())
         node.output(0).replace(whole.output(0))
     model.validate_nodes_and_infer_types()
@@ -50,7 +52,21 @@ def compress_rows(
     return Piece(model=model, facts=facts, alive=piece.alive)
 
 
-def _by_rows(model: ov.Model, rows: int) -> list[Any]:
-    """Constants with an entry for each row: weights, scales, zero points."""
-    constants = (node for node in model.get_ordered_ops() if node.get_type_name() == "Constant")
-    return [node for node in constants if len(node.output(0).shape) > 1 and node.output(0).shape[0] == rows]
+def _constant(numbers: NDArray[Any], kind: ov.Type) -> Any:
+    if kind != ov.Type.bf16:
+        return op.constant(numbers, dtype=kind)
+    # numpy has no such type: `Constant.data` gives the bits, as f16
+    return op.constant(ov.Tensor(numbers.view(np.int16).reshape(-1), ov.Shape(numbers.shape), kind))
+
+
+def _by_rows(model: ov.Model, rows: int) -> list[tuple[Any, int]]:
+    """Constants with an entry for each row, and along which axis: weights, scales, zero points, a head's bias."""
+    width = model.inputs[0].partial_shape[-1]  # of what a norm's weights have an entry for
+    found = []
+    for node in model.get_ordered_ops():
+        shape = list(node.output(0).shape) if node.get_type_name() == "Constant" else []
+        if len(shape) > 1 and shape[0] == rows:
+            found.append((node, 0))
+        elif math.prod(shape) == rows in shape and width != ov.Dimension(rows):
+            found.append((node, shape.index(rows)))
+    return found

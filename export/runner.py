@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from export.graph import ATTENTION
 from export.source import last_line
-from swarm.errors import EngineError
+from swarm.errors import EngineError, UnsupportedModel
 
 _EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 inference, f32 KV cache, no dynamic quantisation
 
@@ -40,6 +40,14 @@ class Step:
         return inputs if hidden is None else inputs | {"hidden_states": hidden}
 
 
+def require_fused(path: Path) -> None:
+    """Raises UnsupportedModel where the CPU does not run the attention of the layer at `path` as one operation."""
+    if (found := Runner(path).fused_attentions) != 1:
+        raise UnsupportedModel(
+            f"OpenVINO {ov.__version__} makes {found} fused attentions of {path.stem}; a layer has 1"
+        )
+
+
 class Runner:
     """One compiled graph with its KV cache. Input names that it lacks are left out."""
 
@@ -54,6 +62,10 @@ class Runner:
         self._names = [port.get_names() for port in compiled.inputs]
         kinds = (node.get_rt_info()["layerType"] for node in compiled.get_runtime_model().get_ops())
         self.fused_attentions = sum(str(getattr(kind, "value", kind)) == ATTENTION for kind in kinds)
+
+    def reset(self) -> None:
+        """Forget the text so far."""
+        self._request.reset_state()
 
     def run(self, step: Step, hidden: NDArray[np.float32] | None) -> NDArray[np.float32]:
         given = step.inputs(hidden)

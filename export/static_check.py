@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from export.output import structure
 from export.source import Progress, silent
 from swarm.engine.base import Engine, Step
 from swarm.engine.compose import open_engine
@@ -26,7 +27,6 @@ _TOLERANCE = 1e-3  # of the largest number in the result; both compute in f32
 _DECODED = 2  # tokens at the end that come one by one
 _ROWS = 8  # of logits in a chunk, where a layer is only to be had with the head
 _SMALL = 64  # bytes of a constant that is a setting, such as a window, and no table
-_NAMES = re.compile(rb' (names?|id|variable_id|from-layer|to-layer|offset)="[^"]*"')
 _INTEGERS = re.compile(rb'element_type="i\d\d" shape="[^"]*" offset="(\d+)" size="(\d+)"')
 
 
@@ -47,7 +47,7 @@ def _kind(package: Path, manifest: Manifest, layer: int) -> str:
     part = package / layer_part(layer)
     graph, weights = part.with_suffix(".xml").read_bytes(), part.with_suffix(".bin").read_bytes()
     digest = hashlib.sha256(repr(manifest.layers[layer]).encode())
-    digest.update(_NAMES.sub(b"", graph))
+    digest.update(structure(part.with_suffix(".xml")))
     for found in _INTEGERS.finditer(graph):
         at, size = int(found[1]), int(found[2])
         if size <= _SMALL:

@@ -40,7 +40,7 @@ def _convert(checkpoint: Path, package: Path) -> None:
         with quiet():
             from openvino_tokenizers import convert_tokenizer
 
-            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(checkpoint)
+            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
             graphs = convert_tokenizer(tokenizer, with_detokenizer=True)
         for graph, name in zip(graphs, ("openvino_tokenizer", "openvino_detokenizer"), strict=True):
             _name(graph, name)

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from export.check import CheckReport, PartCheck, check_package
+from export.check import PROMPT, CheckReport, Choices, PartCheck, check_package
 from export.inspect import as_text, describe
 from swarm.cli import app
 from swarm.errors import ConfigError, DamagedFile, PackageError
 from swarm.manifest import MANIFEST, describe_file, load_manifest
+from tests.conftest import TINY_STATIC
 from tests.export.make_tiny import WINDOW
 
 Packages = tuple[Mapping[str, Path], Mapping[str, str]]
@@ -27,6 +28,9 @@ def test_every_part_is_compared_with_the_checkpoint(
     assert [check.part for check in report.parts] == ["embed", *(f"layer_{i:03d}" for i in range(4)), "head"]
     assert all(check.deviation is not None and check.deviation < 1e-5 for check in report.parts)
     assert report.text is not None
+    assert report.choices is not None
+    # the prompt's 24 bytes, and of what was written all but the last, after which nothing was chosen
+    assert report.choices.places == report.choices.alike >= 24
     report.require()
 
 
@@ -38,6 +42,8 @@ def test_a_layer_with_other_weights_is_found(
     report = check_package(package, tiny_checkpoints["llama"])
     assert report.worst is not None
     assert report.worst.part in ("layer_001", "layer_002")
+    assert report.choices is not None
+    assert report.choices.alike < report.choices.places
     with pytest.raises(PackageError, match=r"layer_00[12] deviates from the checkpoint by .* explains 0\.0001"):
         report.require()
 
@@ -54,6 +60,24 @@ def test_another_models_checkpoint_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="is a qwen3 of 4 layers, the package a llama of 4"):
         check_package(checkpoint_packages[0]["llama"], tiny_checkpoints["qwen3"])
+
+
+def test_a_text_of_a_model_that_does_not_fit_is_compared_too(
+    tiny_checkpoints: Mapping[str, Path], checkpoint_packages: Packages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("export.check.share_of", lambda memory: 0)
+    report = check_package(checkpoint_packages[0]["gemma3_text"], tiny_checkpoints["gemma3_text"])
+    assert report.text is None
+    assert report.choices is not None
+    assert report.choices.places == report.choices.alike == len(PROMPT)
+
+
+def test_another_text_is_a_fault_where_weights_are_not_rounded() -> None:
+    choices = Choices(places=9, alike=7, apart=0.2)
+    parts = (PartCheck(part="head", deviation=0.0),)
+    CheckReport(digest="", parts=parts, tolerance=0.1, text=None, choices=choices, rounds=True).require()
+    with pytest.raises(PackageError, match=r"chooses 2 of 9 tokens otherwise, by up to 0\.2 .* 0\.1 is rounding"):
+        CheckReport(digest="", parts=parts, tolerance=0.1, text=None, choices=choices, rounds=False).require()
 
 
 def test_numbers_that_are_none_are_past_every_tolerance() -> None:
@@ -81,6 +105,16 @@ def test_inspect_tells_programs_the_same(checkpoint_packages: Packages) -> None:
         | {"value_size": 16, "window": None, "experts": None}
     ]
     assert told["kv_bytes_f32"] == 4 * manifest.kv_elements(manifest.span) * 2
+
+
+def test_inspect_shows_graphs_for_npus_and_takes_sizes_that_can_be(
+    tiny_static_packages: Mapping[str, Path],
+) -> None:
+    package = tiny_static_packages["llama"]
+    context, chunk = TINY_STATIC
+    assert f"static   graphs for NPUs, of {context} tokens, {chunk} at a time" in as_text(describe(package))
+    for wrong in ("0", "-1", "nan", "inf"):
+        assert CliRunner().invoke(app, ["inspect", str(package), "--memory", wrong]).exit_code == 2
 
 
 def test_check_ends_with_the_packages_exit_code(checkpoint_packages: Packages, tmp_path: Path) -> None:

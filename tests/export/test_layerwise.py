@@ -9,11 +9,16 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import openvino as ov
 import pytest
+from typer.testing import CliRunner
 
+from export.check import check_package
 from export.compress import Format
 from export.journal import Journal
 from export.layerwise import Work, export_checkpoint, parts_within
+from export.static import static_spec
+from swarm.cli import app
 from swarm.errors import ConfigError, DamagedFile, PackageError
 from swarm.manifest import LayerSpec, check_files, load_manifest
 from swarm.spans import LayerRange
@@ -39,6 +44,41 @@ def test_a_manifest_says_what_the_checkpoint_says(checkpoint_packages: Packages)
     assert manifest.layers == (LayerSpec(kv_heads=2, key_size=16, value_size=16),) * LAYERS
     check_files(package, manifest.files(manifest.parts))
     assert {entry.path for entry in manifest.files(manifest.parts)} | {"manifest.json"} == set(left_over(package))
+
+
+def test_a_rounded_package_stays_within_what_its_format_explains(
+    whole: Path, tiny_checkpoints: Mapping[str, Path]
+) -> None:
+    report = check_package(whole, tiny_checkpoints["qwen3"])
+    report.require()
+    assert report.rounds
+    assert report.worst is not None
+    assert 0.01 < (report.worst.deviation or 0) < report.tolerance
+    assert report.choices is not None
+    assert report.choices.alike > report.choices.places // 2
+
+
+def test_the_gather_behind_the_caches_can_be_left_out(tiny_checkpoints: Mapping[str, Path], tmp_path: Path) -> None:
+    arguments = ["export", str(tiny_checkpoints["qwen3"]), str(tmp_path / "out"), "--layers", "1:2", "--no-beam-idx"]
+    done = CliRunner().invoke(app, [*arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    partial = Path(json.loads(done.stdout)["partial"])
+    model = ov.Core().read_model(partial / "package" / "layer_001.xml")
+    assert not any("beam_idx" in port.get_names() for port in model.inputs)
+
+
+def test_what_the_last_run_is_for_is_said_before_any_work(
+    tiny_checkpoints: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = tiny_checkpoints["qwen3"], tmp_path / "out"
+    with pytest.raises(ConfigError, match=f"--static {CONTEXT + 1} is more than the model's context of {CONTEXT}"):
+        export_checkpoint(source, out, Format(), static=static_spec(CONTEXT + 1))
+    with pytest.raises(ConfigError, match="leave it out with --layers"):
+        export_checkpoint(source, out, Format(), static=static_spec(32), layers=LayerRange(0, 1))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="is a directory that is in use: name one to be made"):
+        export_checkpoint(source, Path("."), Format())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_shares_made_apart_and_brought_together_are_the_same_package(

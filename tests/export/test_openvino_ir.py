@@ -30,6 +30,13 @@ def test_the_config_is_read(tmp_path: Path) -> None:
     assert (source.licence, source.origin) == ("unknown", tmp_path.name)
 
 
+def test_a_directory_of_the_hubs_cache_is_called_by_its_models_id(tmp_path: Path) -> None:
+    place = tmp_path / "models--owner--A-Model" / "snapshots" / "0123abcd"
+    place.mkdir(parents=True)
+    source = read_ir_source(directory(place))
+    assert (source.name, source.origin) == ("A-Model", "owner/A-Model")
+
+
 def test_the_text_config_of_a_larger_model_is_read(tmp_path: Path) -> None:
     source = read_ir_source(directory(tmp_path, {"model_type": "gemma3", "text_config": CONFIG}))
     assert source.context_length == 2048

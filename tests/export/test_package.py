@@ -88,6 +88,18 @@ def test_int4_weights_still_run(tiny_irs: Mapping[str, Path], tmp_path: Path) ->
     assert 0.0 < verify_package(tmp_path / "package", tiny_irs["qwen3"] / "openvino_model.xml") < 1.0
 
 
+def test_the_attention_of_every_structure_of_layers_is_asserted_to_be_fused(
+    tiny_irs: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asserted: list[str] = []
+    monkeypatch.setattr("export.package.require_fused", lambda path: asserted.append(path.stem))
+    export_package(tiny_irs["gpt_oss"], tmp_path / "package")
+    assert asserted[:2] == [layer_part(0), layer_part(1)]  # one slides, the other does not
+    asserted.clear()
+    export_package(tiny_irs["gpt_oss"], tmp_path / "bare", beam_idx=False)
+    assert asserted == []
+
+
 def test_compressed_weights_are_not_compressed_again(smollm2_ir: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
