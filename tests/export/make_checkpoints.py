@@ -19,6 +19,8 @@ from typing import Any
 from export.torch_stack import load_transformers, quiet
 from tests.export.make_tiny import LAYERS, WINDOW, common_config
 
+# Saved as the hub's models are, in 16 bits; the others in f32.
+HALF = ("qwen2", "mixtral", "gemma3_text", "gpt_oss", "granite")
 PROMPT_TOKENS, NEW_TOKENS = 20, 12  # both longer than the window
 _SPECIALS = ["<pad>", "<s>", "</s>"]
 _PATTERN = ["sliding_attention", "full_attention"] * (LAYERS // 2)
@@ -79,7 +81,11 @@ def _make(transformers: Any, config: Any, target: Path) -> None:
                 weights.add_(torch.randn_like(weights) * 0.1)
             else:
                 weights.mul_(4)
+            if config.model_type in HALF:
+                weights.copy_(weights.bfloat16())
     model.save_pretrained(target)
+    if config.model_type in HALF:
+        _halve(target / "model.safetensors")
     (target / "README.md").write_text("---\nlicense: mit\n---\nRandom weights.\n")
     prompt = [i * 7919 % config.vocab_size for i in range(3, 3 + PROMPT_TOKENS)]
     ids = list(prompt)
@@ -87,6 +93,14 @@ def _make(transformers: Any, config: Any, target: Path) -> None:
         for _ in range(NEW_TOKENS):  # the whole text each time: nothing of a cache, and no end-of-text
             ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     (target / "reference.json").write_text(json.dumps({"prompt": prompt, "greedy": ids[PROMPT_TOKENS:]}))
+
+
+def _halve(file: Path) -> None:
+    """Store numbers that bf16 can hold in bf16."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def byte_tokenizer(transformers: Any) -> Any:

@@ -1,8 +1,7 @@
-"""Every family of docs/models.md: exported from a checkpoint layer by layer, run as two spans, against transformers."""
+"""Every family of docs/models.md: which are exported, and what their packages say. What they write: tests/cases."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,18 +44,9 @@ def greedy(package: Path, prompt: list[int], count: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("family", SUPPORTED)
-def test_a_family_writes_what_transformers_writes(
-    family: str, tiny_checkpoints: Mapping[str, Path], checkpoint_packages: Packages
-) -> None:
-    reference = json.loads((tiny_checkpoints[family] / "reference.json").read_text())
-    packages, refused = checkpoint_packages
-    assert family in packages, refused.get(family)
-    assert greedy(packages[family], reference["prompt"], len(reference["greedy"])) == reference["greedy"]
-
-
 def test_what_is_refused_is_refused_with_reason_and_versions(checkpoint_packages: Packages) -> None:
     assert set(checkpoint_packages[1]) == {"gemma2"}
+    assert sorted(checkpoint_packages[0]) == SUPPORTED
     assert re.search(r"soft-capping.*transformers \d.*optimum-intel \d.*openvino \d", checkpoint_packages[1]["gemma2"])
 
 

@@ -1,0 +1,42 @@
+"""A layer of every family in int4, of some in int8: all its matrices are rounded, and by no more than that explains."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import openvino as ov
+import pytest
+
+from export.check import TOLERANCES
+from export.compress import Format
+from export.output import save_part
+from export.reference import Passage, random_hidden, run_layer
+from export.runner import Runner
+from swarm.manifest import layer_part
+from tests.export.make_tiny import HIDDEN
+from tests.export.test_families import SUPPORTED, Packages
+
+FORMATS = {"int8": {"u8", "i8"}, "int4": {"u4", "i4"}}
+
+
+@pytest.mark.parametrize(
+    ("family", "weights"), [*((family, "int4") for family in SUPPORTED), ("gpt_oss", "int8"), ("phi3", "int8")]
+)
+def test_a_rounded_layer_stays_near_the_exact_one(
+    family: str, weights: str, checkpoint_packages: Packages, tmp_path: Path
+) -> None:
+    exact, rounded = checkpoint_packages[0][family] / f"{layer_part(0)}.xml", tmp_path / f"{layer_part(0)}.xml"
+    save_part(ov.Core().read_model(exact), rounded, Format(weights=weights), is_layer=True)
+    matrices = [
+        node.output(0).element_type.to_string()
+        for node in ov.Core().read_model(rounded).get_ops()
+        if node.get_type_name() == "Constant" and math.prod(node.output(0).shape) >= HIDDEN * HIDDEN // 2
+    ]
+    assert matrices
+    assert set(matrices) <= FORMATS[weights]
+    hidden = random_hidden(HIDDEN, 24)
+    passage = Passage(before=hidden, after=run_layer(Runner(exact), hidden, prefill=16))
+    runner = Runner(rounded)
+    assert runner.fused_attentions == 1
+    assert 0 < passage.deviation(run_layer(runner, hidden, prefill=16)) < TOLERANCES[weights]
