@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from client.window import MOST_GUESSES, MOST_WINDOWS
 from swarm.engine.base import Numerics
+from swarm.engine.choice import ENGINE_CHOICES, EngineChoice
 from swarm.errors import ConfigError
 from swarm.folders import cache_folder
 from swarm.sampling import Sampling
@@ -161,7 +162,8 @@ class ClientConfig(_Named):
     nothing for me.
     `chat_tokens` is what a chat reserves on each hop, at most the model's context. `draft_package` is the small model
     that drafts where a generation does not say otherwise, on this machine's `draft_device` with `draft_threads` (0:
-    as OpenVINO thinks best).
+    as OpenVINO thinks best). `draft_engine` as `swarm join --engine`: `auto` guesses for many texts at once, and is
+    compiled at each start; `stateful` takes them one after another.
 
     >>> ClientConfig(chunk_tokens=64).chunks_in_flight
     4
@@ -193,6 +195,7 @@ class ClientConfig(_Named):
     draft_package: Path | None = None
     draft_device: str = "CPU"
     draft_threads: int = 0
+    draft_engine: EngineChoice = "stateful"
     cache_dir: Path = field(default_factory=cache_folder)
 
     def __post_init__(self) -> None:
@@ -201,6 +204,8 @@ class ClientConfig(_Named):
         _whole("chat_tokens", self.chat_tokens, 2, 1 << 31)
         _whole("max_repairs", self.max_repairs, 0, 1 << 20)
         _whole("draft_threads", self.draft_threads, 0, 4096)
+        if self.draft_engine not in ENGINE_CHOICES:
+            raise ConfigError(f"draft_engine is {self.draft_engine!r}; it must be {', '.join(ENGINE_CHOICES)}")
         if self.dtype not in HIDDEN_DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; it must be {', '.join(HIDDEN_DTYPES)}")
         if self.prefix_key is not None and not (isinstance(self.prefix_key, str) and 0 < len(self.prefix_key) <= 256):

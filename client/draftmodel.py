@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
+import psutil
 
 from client.draft import Line, common_prefix
+from client.draftthread import DraftThread, Feed
 from swarm.engine.base import Engine, Step
-from swarm.errors import ConfigError, EngineError, SwarmError
+from swarm.errors import ConfigError, UnsupportedModel
+from swarm.footprint import kv_token_bytes
 from swarm.manifest import TOKENIZER, Manifest, check_files, load_manifest
-from swarm.sampling import Sampling, choose
+from swarm.sampling import Sampling
 
-T = TypeVar("T")
+MOST_KV_TOKENS = 1 << 17
 _CHUNK = 256  # a prompt is read in steps of so many tokens: the head's and the layers' activations stay small
 
 
@@ -30,36 +32,40 @@ class DraftModel:
     """A loaded model and the thread that owns its device; any number of texts at once. Made by `open`."""
 
     def __init__(self, engine: Engine, manifest: Manifest, executor: ThreadPoolExecutor) -> None:
-        self._engine = engine
+        self.thread = DraftThread(engine, executor)
         self._manifest = manifest
-        self._executor = executor
         self._keys = itertools.count()
-        self._closed = False
 
     @classmethod
     async def open(
-        cls, package: Path, target: Manifest, *, device: str = "CPU", threads: int = 0, cache_dir: Path | None = None
+        cls,
+        package: Path,
+        target: Manifest,
+        *,
+        device: str = "CPU",
+        threads: int = 0,
+        engine: str = "stateful",
+        cache_dir: Path | None = None,
     ) -> DraftModel:
-        """Load it, for seconds. Raises PackageError, ConfigError where its vocabulary is another, EngineError."""
+        """Load it, for seconds; `engine` as `ClientConfig.draft_engine`.
+
+        Raises PackageError, ConfigError where its vocabulary is another, EngineError, UnsupportedModel.
+        """
         # one thread: an executor of one worker is that, with futures that asyncio understands
         executor = ThreadPoolExecutor(1, thread_name_prefix="draft")
 
         def load() -> tuple[Engine, Manifest]:
-            # loaded here, not above: `import client` stays light
-            from swarm.engine.compose import open_engine
-
             manifest = load_manifest(package)
             check_same_vocabulary(manifest, target)
             check_files(package, manifest.files(manifest.parts))
-            engine = open_engine(package, manifest, manifest.span, device=device, threads=threads, cache_dir=cache_dir)
-            return engine, manifest
+            return _open_engine(package, manifest, engine, device, threads, cache_dir), manifest
 
         try:
-            engine, manifest = await asyncio.get_running_loop().run_in_executor(executor, load)
+            loaded, manifest = await asyncio.get_running_loop().run_in_executor(executor, load)
         except BaseException:
             executor.shutdown(wait=False)
             raise
-        return cls(engine, manifest, executor)
+        return cls(loaded, manifest, executor)
 
     @property
     def name(self) -> str:
@@ -69,19 +75,9 @@ class DraftModel:
         """A draft of its own for one session, of at most `max_tokens` positions; beyond its context it is silent."""
         return ModelDraft(self, f"text {next(self._keys)}", min(max_tokens, self._manifest.context_length))
 
-    def run(self, work: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """`work` in the thread that owns the engine, after all that was asked for before."""
-        return asyncio.get_running_loop().run_in_executor(self._executor, work, self._engine)
-
-    def post(self, work: Callable[[Engine], object]) -> None:
-        """As `run`, for what nobody waits for and what cannot fail."""
-        if not self._closed:
-            self._executor.submit(work, self._engine)
-
     def close(self) -> None:
         """What runs ends first; nothing waits for it. Idempotent."""
-        self._closed = True
-        self._executor.shutdown(wait=False)
+        self.thread.close()
 
 
 class ModelDraft:
@@ -140,28 +136,54 @@ class ModelDraft:
         if self._is_open:
             self._is_open = False
             self._fed = 0
-            self._model.post(lambda engine: engine.close(self._key))
+            self._model.thread.post(lambda engine: engine.close(self._key))
 
     async def _feed(self, end: int, *, answers: bool) -> int:
         """Have the line computed up to `end`; the token that follows if it `answers`."""
         if self._fed >= end:
             self._fed = end - 1  # all is cached: one position again, for its answer
-        opens, self._is_open = not self._is_open, True
         tokens = np.array(self._line.ids[self._fed : end], np.int32)
-        step = Step(session=self._key, start=self._fed, tokens=tokens, rows=int(answers))
-        sampling = self._sampling
-        history = np.array(self._line.ids[:end], np.int32) if sampling.looks_back else None
-        self._fed = end
+        feed = Feed(
+            step=Step(session=self._key, start=self._fed, tokens=tokens, rows=int(answers)),
+            opens=0 if self._is_open else self._max_tokens,
+            sampling=self._sampling if answers else None,
+            history=np.array(self._line.ids[:end], np.int32) if self._sampling.looks_back else None,
+        )
+        self._is_open, self._fed = True, end
+        token: int = await asyncio.shield(self._model.thread.feed(feed))
+        return token
 
-        def run(engine: Engine) -> int:
-            if opens:
-                engine.open(self._key, self._max_tokens)
-            (result,) = engine.forward([step])
-            if isinstance(result, SwarmError):
-                raise EngineError(f"the draft failed: {result}") from result
-            return choose(result[0], sampling, position=end, history=history).token if answers else 0
 
-        return await asyncio.shield(self._model.run(run))
+def _open_engine(
+    package: Path, manifest: Manifest, choice: str, device: str, threads: int, cache_dir: Path | None
+) -> Engine:
+    """The first that works of what `choice` comes to."""
+    # loaded here, not above: `import client` stays light
+    from swarm.engine.choice import engines_to_try, open_chosen_engine
+
+    kinds = engines_to_try(choice, device)
+    for kind in kinds:
+        try:
+            return open_chosen_engine(
+                kind,
+                package,
+                manifest,
+                manifest.span,
+                device=device,
+                threads=threads,
+                cache_dir=cache_dir,
+                kv_tokens=_kv_tokens(manifest),
+            )
+        except UnsupportedModel:
+            if kind == kinds[-1]:
+                raise
+    raise AssertionError("engines_to_try names one at least")
+
+
+def _kv_tokens(manifest: Manifest) -> int:
+    """Positions over all texts: memory for them is taken when they are written."""
+    spare: int = psutil.virtual_memory().available // 4
+    return min(max(spare // kv_token_bytes(manifest, manifest.span, "f32"), manifest.context_length), MOST_KV_TOKENS)
 
 
 def check_same_vocabulary(draft: Manifest, target: Manifest) -> None:

@@ -43,6 +43,7 @@ class Drafts:
                 self._target,
                 device=self._config.draft_device,
                 threads=self._config.draft_threads,
+                engine=self._config.draft_engine,
                 cache_dir=self._config.cache_dir / "graphs",
             )
             task = self._models[package] = asyncio.create_task(opening)

@@ -19,7 +19,7 @@ from swarm.localswarm import LocalSwarm
 
 async def connect(model: Model, swarm: LocalSwarm) -> SwarmClient:
     """A client of `swarm` whose draft takes one thread: it shares the cores with the peers."""
-    config = ClientConfig(draft_threads=1)
+    config = ClientConfig(draft_threads=1, draft_engine="auto")
     return await SwarmClient.connect(model.manifest.digest, initial_peers=swarm.addresses, config=config)
 
 

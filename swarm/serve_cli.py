@@ -93,7 +93,7 @@ def serve(
         grace_s=grace,
     )
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    client_config = ClientConfig(numerics=parse_numerics(numerics))
+    client_config = ClientConfig(numerics=parse_numerics(numerics), draft_engine="auto")
     if demo:
         from client.gateway.server import bind
         from swarm.demo import demo_swarm
