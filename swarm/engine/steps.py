@@ -145,6 +145,10 @@ def run_warm_up(engine: Engine, rules: StepRules, tokens: int) -> None:
 
 
 def all_finite(array: NDArray[np.float32]) -> bool:
-    """NaN wins every maximum, so two passes without a temporary see all that is not a number."""
+    """Without a temporary. A sum that is finite has no number in it that is not; only where it is not, or overflows,
+    are highest and lowest looked for, which NaN always is."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if math.isfinite(np.add.reduce(array, axis=None)):
+            return True
     high, low = np.maximum.reduce(array, axis=None), np.minimum.reduce(array, axis=None)
     return math.isfinite(high) and math.isfinite(low)
