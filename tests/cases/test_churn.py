@@ -302,7 +302,8 @@ def test_without_a_spare_the_uncovered_layers_are_named_and_the_text_so_far_is_k
     with command:
         prompt_ids = asyncio.run(story())
         assert tokens_of(pieces) == greedy_reference(prompt_ids, len(tokens_of(pieces)))
-        assert len(diary.of(Stage.REPAIRING)) == 1
+        # none, where the loss is heard of between two steps: then another route is looked for before the next
+        assert len(diary.of(Stage.REPAIRING)) <= 1
         assert command.process.wait(PATIENCE_S) == NotCovered.exit_code
     last_line = command.errors.splitlines()[-1]
     assert last_line.startswith("error: ")
