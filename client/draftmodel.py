@@ -8,6 +8,7 @@ draft and target agree on the probabilities they draw the same token, nearly as 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from swarm.footprint import kv_token_bytes
 from swarm.manifest import TOKENIZER, Manifest, check_files, load_manifest
 from swarm.sampling import Sampling
 
-MOST_KV_TOKENS = 1 << 17
+_MOST_KV_TOKENS = 1 << 17
 _CHUNK = 256  # a prompt is read in steps of so many tokens: the head's and the layers' activations stay small
 
 
@@ -159,31 +160,31 @@ def _open_engine(
 ) -> Engine:
     """The first that works of what `choice` comes to."""
     # loaded here, not above: `import client` stays light
-    from swarm.engine.choice import engines_to_try, open_chosen_engine
+    from swarm.engine.choice import EngineKind, engines_to_try, open_chosen_engine
 
-    kinds = engines_to_try(choice, device)
-    for kind in kinds:
-        try:
-            return open_chosen_engine(
-                kind,
-                package,
-                manifest,
-                manifest.span,
-                device=device,
-                threads=threads,
-                cache_dir=cache_dir,
-                kv_tokens=_kv_tokens(manifest),
-            )
-        except UnsupportedModel:
-            if kind == kinds[-1]:
-                raise
-    raise AssertionError("engines_to_try names one at least")
+    def open_as(kind: EngineKind) -> Engine:
+        return open_chosen_engine(
+            kind,
+            package,
+            manifest,
+            manifest.span,
+            device=device,
+            threads=threads,
+            cache_dir=cache_dir,
+            kv_tokens=_kv_tokens(manifest),
+        )
+
+    *others, last = engines_to_try(choice, device)
+    for kind in others:
+        with contextlib.suppress(UnsupportedModel):
+            return open_as(kind)
+    return open_as(last)
 
 
 def _kv_tokens(manifest: Manifest) -> int:
     """Positions over all texts: memory for them is taken when they are written."""
     spare: int = psutil.virtual_memory().available // 4
-    return min(max(spare // kv_token_bytes(manifest, manifest.span, "f32"), manifest.context_length), MOST_KV_TOKENS)
+    return min(max(spare // kv_token_bytes(manifest, manifest.span, "f32"), manifest.context_length), _MOST_KV_TOKENS)
 
 
 def check_same_vocabulary(draft: Manifest, target: Manifest) -> None:

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +28,6 @@ from swarm.engine.base import Engine, Step, StepResult
 from swarm.errors import EngineError, SwarmError
 from swarm.sampling import Sampling, choose
 
-T = TypeVar("T")
 _LINGER = 0.1
 _LONGEST_LINGER_S = 0.01
 _STILL_THERE = 2.0
@@ -75,12 +73,8 @@ class DraftThread:
         self._executor.submit(self._batch)
         return asyncio.wrap_future(feed.answer)
 
-    def run(self, work: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """`work` in the thread, after all that was asked for before."""
-        return asyncio.get_running_loop().run_in_executor(self._executor, work, self._engine)
-
     def post(self, work: Callable[[Engine], object]) -> None:
-        """As `run`, for what nobody waits for and what cannot fail."""
+        """`work` in the thread, after all that was asked for before: what nobody waits for and what cannot fail."""
         if not self._closed:
             self._executor.submit(work, self._engine)
 

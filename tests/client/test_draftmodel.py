@@ -168,7 +168,7 @@ def test_a_device_that_fails_says_so_and_a_closed_draft_begins_anew(model: Draft
         draft.close()
         assert await draft.propose(1) == expected
         draft.close()
-        await model.thread.run(lambda _: None)
+        await until(lambda: not engine.sessions)
         assert engine.sessions == {}
 
     in_loop(test)()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,27 +10,15 @@ from hypothesis import strategies as st
 
 from swarm.balance import balanced_spans, head_in_layers, work
 from swarm.errors import ConfigError
-from swarm.manifest import FileEntry, LayerSpec, Manifest, even_grid, layer_part
+from swarm.manifest import Manifest, even_grid
 from swarm.spans import LayerRange
+from tests.swarm.test_footprint import model as of_sizes
 
 
 def model(layers: int = 30, *, layer: int = 2_195_000, weights: str = "int4", vocab: int = 49_152) -> Manifest:
     """SmolLM2-135M where nothing else is said."""
-    sizes = {"embed": 1, "head": 1, "tokenizer": 1} | {layer_part(i): layer for i in range(layers)}
-    return Manifest(
-        name="toy",
-        architecture="llama",
-        source="",
-        licence="",
-        weights=weights,
-        hidden_size=576,
-        vocab_size=vocab,
-        context_length=8192,
-        eos_token_ids=(2,),
-        layers=(LayerSpec(kv_heads=3, key_size=64, value_size=64),) * layers,
-        grid=even_grid(layers),
-        parts={name: (FileEntry(path=f"{name}.bin", size=size, sha256="0" * 64),) for name, size in sizes.items()},
-    )
+    sized = of_sizes(576, weights, [layer] * layers, 1, 1)
+    return replace(sized, vocab_size=vocab, grid=even_grid(layers))
 
 
 def test_the_head_of_a_small_model_is_as_much_as_eight_layers_and_nothing_where_nothing_is_known() -> None:
