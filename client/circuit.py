@@ -15,7 +15,6 @@ A circuit is of no use after its first fault: `faults` says who and why, and the
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -321,9 +320,7 @@ class Circuit:
             raise RemoteProtocolError(f"peer {hop.name} sent hidden states of shape {shape}, not {expected}")
         if not all_finite(output.hidden):
             raise RemoteProtocolError(f"peer {hop.name} sent hidden states that hold numbers that are not finite")
-        forward = dataclasses.replace(
-            flight.forward, hidden=output.hidden, dtype=self._config.dtype, trace=output.trace
-        )
+        forward = flight.forward.onward(output.hidden, self._config.dtype, output.trace)
         try:
             following.send(forward)
         except SwarmError as error:

@@ -11,7 +11,7 @@ from client.draft import Draft, NgramDraft
 from client.draftmodel import DraftModel, ModelDraft, check_same_vocabulary
 from client.events import Event, OnEvent, Stage
 from client.speculation import Guesser
-from client.tuner import Prior, Tuner
+from client.tuner import Learned, Prior, Tuner
 from client.window import MOST_GUESSES
 from swarm.errors import ConfigError
 from swarm.manifest import Manifest, load_manifest, package_folder
@@ -32,6 +32,8 @@ class Drafts:
         self._clock = clock
         self._models: dict[Path, asyncio.Task[DraftModel]] = {}
         self._fits: dict[Path, bool] = {}
+        self.learned: dict[str, Learned] = {}
+        """By each draft's name, in the session that ended last."""
 
     async def model(self, package: Path) -> DraftModel:
         """Loaded at the first call, for seconds. Raises PackageError, ConfigError, EngineError."""
@@ -122,12 +124,16 @@ class SessionDrafts:
             free_guesses=draft.instant,
             k=config.num_assistant_tokens,
             depth=config.draft_windows,
+            learned=self._drafts.learned.get(name),
         )
         guesser = self._guessers[key] = Guesser(draft, tuner, self._clock)
         return guesser
 
     def close(self) -> None:
-        """Give the caches back. Idempotent."""
+        """Give the caches back; what was found out stays with the client's drafts. Idempotent."""
+        for (name, _, _), guesser in self._guessers.items():
+            if (learned := guesser.tuner.learned) is not None:
+                self._drafts.learned[name] = learned
         for draft in self._drafts_by_name.values():
             if isinstance(draft, ModelDraft):
                 draft.close()

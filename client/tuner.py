@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from client.circuit import Answer
@@ -45,6 +45,18 @@ class Prior:
     draft_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """What one session found out about the hops of a route, named by their `peers`, and about a draft: where the
+    next one begins. Seconds as in `Costs`; how often guesses are right is the text's affair, and not here."""
+
+    peers: tuple[str, ...]
+    draft_s: float
+    ways_s: float
+    hops: Mapping[int, float]
+    slowest: Mapping[int, float]
+
+
 class Chances:
     """How often a guess is right, after so many right ones in a row. The latest count most."""
 
@@ -74,12 +86,17 @@ class Times:
     """Seconds of steps by number of tokens. The latest count most, what was not seen for long is forgotten, and no step
     counts as longer than a few times what was expected: one bad moment does not stand against a size."""
 
-    def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
-        self._weights: dict[int, float] = {}
+    def __init__(self, seconds: Mapping[int, float] | None = None) -> None:
+        self._seconds = dict(seconds or {})
+        self._weights = dict.fromkeys(self._seconds, 1.0)
 
     def __bool__(self) -> bool:
         return bool(self._seconds)
+
+    @property
+    def seconds(self) -> Mapping[int, float]:
+        """By number of tokens, as far as they are remembered."""
+        return dict(self._seconds)
 
     @property
     def smallest(self) -> int:
@@ -132,29 +149,57 @@ class Tuner:
     """Hears of every answer, guess and verdict of one session with one draft; `window` is what to do next.
 
     `k` and `depth` fix what is not to be chosen. `free_guesses`: guessing costs nothing, so that it goes on where it
-    does not pay, to see when it would; else it is tried again now and then.
+    does not pay, to see when it would; else it is tried again now and then. `learned` by a session before counts as
+    long as the route is the same.
     """
 
-    def __init__(self, prior: Prior, *, free_guesses: bool, k: int | None = None, depth: int | None = None) -> None:
-        if k is not None:
-            self.window = Window(k, depth or 1)
-        else:  # a draft that takes its time guesses while the peers read the prompt; what becomes of it is seen then
-            self.window = NO_DRAFT if free_guesses else _AT_FIRST
+    def __init__(
+        self,
+        prior: Prior,
+        *,
+        free_guesses: bool,
+        k: int | None = None,
+        depth: int | None = None,
+        learned: Learned | None = None,
+    ) -> None:
         self.chances = Chances(prior.chance)
         self.streak = 0
         self._k = k
         self._depth = depth
         self._free = free_guesses
-        self._guess_s = deque([prior.draft_s], maxlen=_GUESSES_TIMED)
-        self._ways_s: float | None = None
-        self._decodes = False  # `_ways_s` is not just a prompt's, whose hidden states are large
-        self._hops, self._slowest = Times(), Times()
-        self._hop_count = 0
+        self._guess_s = deque([learned.draft_s if learned else prior.draft_s], maxlen=_GUESSES_TIMED)
+        self._peers = learned.peers if learned else ()
+        self._ways_s = learned.ways_s if learned else None
+        self._decodes = learned is not None  # `_ways_s` is not just a prompt's, whose hidden states are large
+        self._hops, self._slowest = (Times(learned.hops), Times(learned.slowest)) if learned else (Times(), Times())
+        self._hop_count = len(self._peers)
         self._crowding = Crowding()
         self._answered_at = -math.inf
         self._trial_trips = 0
         self._idle_tokens = 0
         self._try_after = _TRY_AGAIN_TOKENS
+        self.window = self._at_first()
+
+    def _at_first(self) -> Window:
+        if self._k is not None:
+            return Window(self._k, self._depth or 1)
+        if self.costs is not None:
+            return choose_window(self.costs, self.chances.after(0), depth=self._depth)
+        # a draft that takes its time guesses while the peers read the prompt; what becomes of it is seen then
+        return NO_DRAFT if self._free else _AT_FIRST
+
+    @property
+    def learned(self) -> Learned | None:
+        """For the next session; None where nothing was decoded."""
+        if self._ways_s is None or not self._decodes or not self._peers:
+            return None
+        return Learned(
+            peers=self._peers,
+            draft_s=self._draft_s,
+            ways_s=self._ways_s,
+            hops=self._hops.seconds,
+            slowest=self._slowest.seconds,
+        )
 
     @property
     def costs(self) -> Costs | None:
@@ -191,6 +236,10 @@ class Tuner:
         trace, tokens = answer.output.trace, len(answer.forward.tokens)
         if not trace:
             return
+        peers = tuple(hop.peer for hop in trace)
+        if peers != self._peers:
+            self.forget_route()
+            self._peers = peers
         self._hop_count = len(trace)
         # what hops say of themselves counts as far as it goes with what is seen from here
         took = max(answer.received_at - answer.sent_at, _LEAST_S)

@@ -208,7 +208,7 @@ class Lane:
                 )
             )
         else:
-            onward = dataclasses.replace(forward, hidden=outcome.hidden, dtype=self.session.dtype, trace=trace)
+            onward = forward.onward(outcome.hidden, self.session.dtype, trace)
             try:
                 self._codec_s = hop.send(onward)
                 await hop.drain()

@@ -27,7 +27,9 @@ async def draft_with(
     client: SwarmClient, prompt: str, draft: Draft, *, count: int, k: int | None = None, depth: int | None = None
 ) -> Reply:
     """A greedy answer of `count` tokens with `draft`, which the client itself does not know."""
-    tuner = Tuner(Prior(chance=0.7, draft_s=0.005), free_guesses=draft.instant, k=k, depth=depth)
+    learned = client._drafts.learned
+    prior = Prior(chance=0.7, draft_s=0.005)
+    tuner = Tuner(prior, free_guesses=draft.instant, k=k, depth=depth, learned=learned.get(draft.name))
     guesser = Guesser(draft, tuner, time.monotonic)
 
     async def given(config: GenerationConfig) -> Guesser:
@@ -36,7 +38,10 @@ async def draft_with(
     async with client.session(max_tokens=len(client.encode(prompt)) + count) as session:
         (opened,) = client._open.values()
         opened.drafts.guesser = given  # type: ignore[method-assign]
-        return await collect(session.stream(prompt, GenerationConfig(max_new_tokens=count, ignore_eos=True)))
+        reply = await collect(session.stream(prompt, GenerationConfig(max_new_tokens=count, ignore_eos=True)))
+    if k is None and tuner.learned is not None:
+        learned[draft.name] = tuner.learned
+    return reply
 
 
 def timed(runner: asyncio.Runner, answer: Coroutine[Any, Any, Reply], expected: Sequence[int]) -> float:

@@ -7,7 +7,9 @@ their shapes and lengths. Decoding is strict: RemoteProtocolError names the fiel
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ from swarm.wire.messages import HopTrace
 from swarm.wire.tensors import WIRE_SIZES, byte_count, from_bytes, to_bytes
 
 _CONTAINERS = (tuple, dict)
+_RECORDS_KEPT = 64
 Plain = Any
 """What msgpack reads and writes: int, float, str, bytes, None, tuple, dict."""
 
@@ -57,14 +60,14 @@ class _Scalar:
     """In the header, as it is."""
 
     def __init__(self, *types: type) -> None:
-        self._types = types
+        self.types = types
 
     def write(self, value: Any, message: Message, payload: list[Buffer]) -> Plain:
         return value
 
     def read(self, name: str, plain: Mapping[str, Plain], payload: _Payload) -> Any:
         value = plain[name]
-        if type(value) not in self._types:
+        if type(value) not in self.types:
             raise _wrong(name, value)
         return value
 
@@ -156,6 +159,7 @@ class _Record:
     def __init__(self, record: type) -> None:
         self._record = record
         self._names = tuple(entry.name for entry in fields(record))
+        self.to_plain: Callable[[Any], tuple[Plain, ...]] = operator.attrgetter(*self._names)
         self._nested = {at for at, entry in enumerate(fields(record)) if str(entry.type).startswith("tuple[")}
 
     def write(self, value: Any, message: Message, payload: list[Buffer]) -> Plain:
@@ -163,9 +167,6 @@ class _Record:
 
     def read(self, name: str, plain: Mapping[str, Plain], payload: _Payload) -> Any:
         return self.from_plain(name, plain[name])
-
-    def to_plain(self, value: Any) -> tuple[Plain, ...]:
-        return tuple(getattr(value, name) for name in self._names)
 
     def from_plain(self, name: str, values: Plain) -> Any:
         if type(values) is not tuple or len(values) != len(self._names):
@@ -177,6 +178,25 @@ class _Record:
             return self._record(**dict(zip(self._names, values, strict=True)))
         except SwarmError as error:
             raise RemoteProtocolError(f"{name}: {error}") from error
+
+
+class _Repeated(_Record):
+    """A record that is mostly the same in one message as in the next: it is made and checked the first time."""
+
+    def __init__(self, record: type) -> None:
+        super().__init__(record)
+        self._known = functools.lru_cache(_RECORDS_KEPT, typed=True)(self._made)
+
+    def from_plain(self, name: str, values: Plain) -> Any:
+        if type(values) is not tuple:
+            raise _wrong(name, values)
+        try:
+            return self._known(name, *values)
+        except TypeError:  # there is a map in it, which cannot be looked up
+            return self._made(name, *values)
+
+    def _made(self, name: str, *values: Plain) -> Any:
+        return super().from_plain(name, values)
 
 
 class _Records(_Record):
@@ -199,7 +219,7 @@ _FORMS: Mapping[str, _Form] = {
     "bytes": _Scalar(bytes),
     "tuple[str, ...]": _Texts(),
     "Mapping[str, Detail]": _Details(),
-    "Sampling": _Record(Sampling),
+    "Sampling": _Repeated(Sampling),
     "tuple[HopTrace, ...]": _Records(HopTrace),
     "Ids": _Tensor("i32", optional=False),
     "Ids | None": _Tensor("i32"),
@@ -217,11 +237,16 @@ class _Plan:
     def __init__(self, message: type[Message]) -> None:
         entries: tuple[Field[Any], ...] = fields(message)  # type: ignore[arg-type]  # each Message is a dataclass
         self.message = message
-        self.fields = tuple((entry.name, _FORMS[str(entry.type)], entry.default) for entry in entries)
+        # most fields are scalars and most messages small: a scalar is not worth a call
+        self.fields = tuple((entry.name, *_scalar_or_not(_FORMS[str(entry.type)]), entry.default) for entry in entries)
         self.names = {entry.name for entry in entries} | {"kind"}
         self.required = {
             entry.name for entry in entries if entry.default is MISSING and entry.default_factory is MISSING
         }
+
+
+def _scalar_or_not(form: _Form) -> tuple[tuple[type, ...], _Form]:
+    return (form.types if isinstance(form, _Scalar) else (), form)
 
 
 def _all_messages() -> dict[str, type[Message]]:
@@ -241,10 +266,10 @@ def encode(message: Message) -> tuple[bytes, list[Buffer]]:
     plan = _PLANS[type(message)]
     plain: dict[str, Plain] = {"kind": message.kind}
     payload: list[Buffer] = []
-    for name, form, default in plan.fields:
+    for name, types, form, default in plan.fields:
         value = getattr(message, name)
         if value is not default:
-            plain[name] = form.write(value, message, payload)
+            plain[name] = value if types else form.write(value, message, payload)
     return msgpack.packb(plain), payload
 
 
@@ -273,7 +298,16 @@ def read_message(plain: Mapping[str, Plain], payload: memoryview) -> Message:
         raise RemoteProtocolError(f"{plan.message.__name__} {what}")
     pieces = _Payload(payload)
     try:
-        values = {name: form.read(name, plain, pieces) for name, form, _ in plan.fields if name in plain}
+        values = {}
+        for name, types, form, _ in plan.fields:
+            if name not in plain:
+                continue
+            if not types:
+                values[name] = form.read(name, plain, pieces)
+            elif type(plain[name]) in types:
+                values[name] = plain[name]
+            else:
+                raise _wrong(name, plain[name])
         if pieces.left:
             raise RemoteProtocolError(f"its payload has {pieces.left} bytes too many")
         return plan.message(**values)

@@ -54,7 +54,7 @@ class Framer:
                 break
             yield Frame(rest[PREFIX.size : begin], memoryview(bytearray(rest[begin : begin + payload])))
             rest = rest[begin + payload :]
-        while True:
+        while rest:
             count = min(len(self._wanted) - self._filled, len(rest))
             self._wanted[self._filled : self._filled + count] = rest[:count]
             self._filled += count

@@ -12,6 +12,7 @@ from swarm.errors import LocalProtocolError
 
 MAX_TEXT = 4096
 NAME = re.compile(r"[0-9a-zA-Z_.:/#\[\]-]{0,300}")
+_LIMIT = 1 << 62
 _SESSION = re.compile(r"[0-9a-zA-Z_.-]{8,64}")
 
 Bulk = bytes
@@ -20,8 +21,12 @@ Bulk = bytes
 
 def check(ok: bool, message: object, name: str) -> None:
     if not ok:
-        value = repr(getattr(message, name))[:80]
-        raise LocalProtocolError(f"{type(message).__name__}: {name} is {value}")
+        raise wrong(message, name)
+
+
+def wrong(message: object, name: str) -> LocalProtocolError:
+    """What to raise where the field `name` is not as it must be."""
+    return LocalProtocolError(f"{type(message).__name__}: {name} is {repr(getattr(message, name))[:80]}")
 
 
 def is_array(value: object, dtype: type[np.generic], ndim: int) -> bool:
@@ -36,7 +41,8 @@ class Message:
     def _naturals(self, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
-            check(type(value) is int and 0 <= value < 1 << 62, self, name)
+            if type(value) is not int or not 0 <= value < _LIMIT:
+                raise wrong(self, name)
 
     def _numbers(self, *names: str) -> None:
         for name in names:

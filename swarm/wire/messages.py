@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarm.sampling import MAX_LOGPROBS, Sampling
-from swarm.wire.message import NAME, Message, check, is_array
+from swarm.wire.message import NAME, Message, check, is_array, wrong
 from swarm.wire.tensors import HIDDEN_DTYPES
 
 PROTOCOL_VERSION = 1
@@ -50,6 +50,7 @@ MAX_PREFIX_BYTES = 32 << 10
 MAX_DETAIL = 32
 MAX_DETAIL_VALUES = 1024
 GREEDY = Sampling()
+_TIMES = ("queue_s", "compute_s", "codec_s", "received_at", "sent_at")
 
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -212,9 +213,10 @@ class HopTrace:
 
     def __post_init__(self) -> None:
         check(isinstance(self.peer, str) and len(self.peer) <= 64, self, "peer")
-        for name in ("queue_s", "compute_s", "codec_s", "received_at", "sent_at"):
+        for name in _TIMES:
             value = getattr(self, name)
-            check(isinstance(value, float) and math.isfinite(value), self, name)
+            if not isinstance(value, float) or not math.isfinite(value):
+                raise wrong(self, name)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -250,6 +252,21 @@ class Forward(Message):
             check(self.hidden.shape[1] > 0, self, "hidden")
         check(isinstance(self.sampling, Sampling), self, "sampling")
         check(len(self.trace) <= MAX_HOPS, self, "trace")
+
+    def onward(self, hidden: Hidden | None, dtype: str, trace: tuple[HopTrace, ...]) -> Forward:
+        """The same tokens with what a hop made of them, for the next one."""
+        return Forward(
+            session=self.session,
+            epoch=self.epoch,
+            step=self.step,
+            start=self.start,
+            rows=self.rows,
+            tokens=self.tokens,
+            sampling=self.sampling,
+            hidden=hidden,
+            dtype=dtype,
+            trace=trace,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

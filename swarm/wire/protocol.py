@@ -109,11 +109,11 @@ class Connection:
 
     def __init__(self, role: Role, *, max_header: int = MAX_HEADER, max_payload: int = MAX_PAYLOAD) -> None:
         self.role = role
-        self.state = State.START
         self.deaf = False
         self._max_header = max_header
         self._max_payload = max_payload
         self._framer = Framer(max_header=min(MAX_GREETING, max_header), max_payload=0)
+        self._enter(State.START)
 
     def allow_payload(self, size: int) -> None:
         """Accept payloads of `size` bytes from the next frame on. Never less than before, never over MAX_PAYLOAD."""
@@ -149,7 +149,7 @@ class Connection:
 
         Raises LocalProtocolError where this side may not say it now.
         """
-        following = _TABLE[self.state, self.role].get(type(message))
+        following = self._may_say.get(type(message))
         if following is None:
             raise LocalProtocolError(f"a {self.role.value} cannot send {type(message).__name__} when {self.state.name}")
         header, payload = encode(message)
@@ -160,7 +160,7 @@ class Connection:
     def _receive(self, frame: Frame) -> Message:
         plain = read_header(frame.header)
         kind = MESSAGES[plain["kind"]]
-        following = _TABLE[self.state, self.role.other].get(kind)
+        following = self._may_hear.get(kind)
         if following is None:
             raise RemoteProtocolError(f"a {self.role.other.value} sent {kind.__name__} when {self.state.name}")
         if kind is Hello:
@@ -180,6 +180,13 @@ class Connection:
             raise ProtocolError(text) if self.role is Role.PEER else RemoteProtocolError(text)
 
     def _follow(self, message: Message, following: State) -> None:
-        self.state = State.CLOSED if ends_connection(message) else following
-        if self.state is State.GREETED:
+        if ends_connection(message):
+            following = State.CLOSED
+        if following is not self.state:
+            self._enter(following)
+
+    def _enter(self, state: State) -> None:
+        self.state = state
+        self._may_say, self._may_hear = _TABLE[state, self.role], _TABLE[state, self.role.other]
+        if state is State.GREETED:
             self._framer.max_header, self._framer.max_payload = self._max_header, self._max_payload

@@ -20,6 +20,7 @@ from swarm.manifest import EMBED, TOKENIZER, load_manifest
 from swarm.sampling import Sampling
 from swarm.spans import LayerRange
 from tests.client.engine_pipeline import EnginePipeline, write
+from tests.client.test_metrics import answer
 from tests.client.test_speculation import plain_text
 from tests.peer.toy_engine import CONTEXT, VOCAB, ToyEngine, toy_manifest
 from tests.swarm.loops import in_loop, until
@@ -219,6 +220,29 @@ def test_look_up_stands_in_where_the_configured_draft_has_another_vocabulary(
         assert "its tokenizer is another" in events[0].text
         with pytest.raises(ConfigError, match="tokenizer is another"):
             await session.guesser(GenerationConfig(draft=tiny_packages["qwen3"]))
+        await drafts.close()
+
+    in_loop(test)()
+
+
+def test_what_a_session_found_out_of_its_draft_and_route_is_there_for_the_next(
+    tiny_packages: Mapping[str, Path], tmp_path: Path
+) -> None:
+    target = load_manifest(tiny_packages["llama"])
+
+    async def test() -> None:
+        drafts = Drafts(target, config=ClientConfig(cache_dir=tmp_path), on_event=print, clock=lambda: 0.0)
+        for known in (False, True):
+            session = SessionDrafts(drafts, max_tokens=32, clock=lambda: 0.0)
+            guesser = await session.guesser(GenerationConfig(draft="ngram"))
+            assert guesser is not None
+            assert (guesser.tuner.costs is not None) is known
+            guesser.tuner.answered(answer(1.0))
+            session.close()
+        other = SessionDrafts(drafts, max_tokens=32, clock=lambda: 0.0)
+        guesser = await other.guesser(GenerationConfig(draft="ngram", max_ngram_size=5))
+        assert guesser is not None
+        assert guesser.tuner.costs is None  # another draft
         await drafts.close()
 
     in_loop(test)()

@@ -129,6 +129,40 @@ def test_another_route_has_other_costs() -> None:
     assert tuner.costs is None
 
 
+def test_a_session_begins_with_what_the_one_before_found_out_of_the_same_route() -> None:
+    before = taught(Tuner(PRIOR, free_guesses=False))
+    learned = before.learned
+    assert learned is not None
+    tuner = Tuner(replace(PRIOR, draft_s=9.0), free_guesses=False, learned=learned)
+    assert tuner.window.k > 0
+    for _ in range(2):
+        assert tuner.costs is not None
+        assert before.costs is not None
+        assert tuner.costs.draft_s == before.costs.draft_s
+        assert tuner.costs.trip_s(1) == pytest.approx(before.costs.trip_s(1))
+        tuner.answered(answer(1.0, tokens=8))  # the next prompt
+
+
+def test_what_was_found_out_of_another_route_counts_for_nothing() -> None:
+    learned = taught(Tuner(PRIOR, free_guesses=False)).learned
+    assert learned is not None
+    slow = replace(learned, peers=("another", "and another"), ways_s=9.0, hops={1: 9.0}, slowest={1: 9.0})
+    tuner, fresh = Tuner(PRIOR, free_guesses=False, learned=slow), Tuner(PRIOR, free_guesses=False)
+    for each in (tuner, fresh):
+        each.answered(answer(1.0, tokens=8))
+    assert tuner.costs is not None
+    assert fresh.costs is not None
+    assert tuner.costs.trip_s(1) == fresh.costs.trip_s(1) < 1.0
+
+
+def test_nothing_was_found_out_where_nothing_was_decoded() -> None:
+    tuner = Tuner(PRIOR, free_guesses=False)
+    assert tuner.learned is None
+    tuner.answered(answer(1.0, tokens=8, rows=1))
+    assert tuner.learned is None
+    assert taught(tuner).learned is not None
+
+
 @pytest.mark.parametrize(
     ("way_s", "right", "draft_s", "cores"),
     [
