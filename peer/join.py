@@ -30,11 +30,12 @@ from peer.config import JoinConfig
 from peer.desk import Desk, Shelf
 from peer.meeting import Meeting
 from peer.offer import Offer
+from peer.passed import PassedTest, test_loaded
 from peer.places import advertised_addresses, listening_places
 from peer.report import Report
 from peer.selftest import SelfTest, self_test
 from peer.server import PeerServer
-from peer.service import SpanService
+from peer.service import Serving, SpanService
 from peer.span import load_span
 from peer.stopping import Stop
 from peer.supply import Supply, check_supply, choose_supply, fetch_supply, reconsider
@@ -193,18 +194,29 @@ class Peer:
                 break
             supply = better
             shelf, tested = await self._try(supply, contact)
-        serving = await asyncio.to_thread(load_span, config, supply, tested)
-        self._report.phase(
-            "loaded",
-            f"loaded on {config.device}, room for {serving.limits.kv_total} tokens",
-            kv_total=serving.limits.kv_total,
-        )
+        serving, tested = await self._open(supply, tested)
         service = SpanService(serving, peer_id=self._identity.peer_id, hello=self._hello, on_failed=self._device_failed)
         self._desk.stock(shelf)
         self._model = supply.manifest.digest
         return service, Offer.of(
             serving, shelf, tested, peer_id=self._identity.peer_id, incarnation=self._incarnation, device=config.device
         )
+
+    async def _open(self, supply: Supply, tested: SelfTest) -> tuple[Serving, SelfTest]:
+        """Load the span, and test it here where no child did."""
+        config = self._config
+        serving = await asyncio.to_thread(load_span, config, supply, tested)
+        self._report.phase(
+            "loaded",
+            f"loaded on {config.device}, room for {serving.limits.kv_total} tokens",
+            kv_total=serving.limits.kv_total,
+        )
+        if tested.remembered:
+            tested = await asyncio.to_thread(test_loaded, serving, tested)
+            self._passed(tested)
+        passed = await asyncio.to_thread(PassedTest.of, config, supply)
+        passed.put(tested)
+        return serving, tested
 
     async def _reconsider(self, supply: Supply, contact: PeerDirectory | None) -> Supply:
         """Another choice where others have filled the gap meanwhile: volunteers that come together choose the same."""
@@ -238,18 +250,25 @@ class Peer:
             report.phase("fetched", f"files of layers {span} are here")
         shelf = await check_supply(supply, report)
         report.phase("checked", f"{len(shelf.entries)} files can be had here, those of layers {span} are whole")
-        tested = await self_test(
-            supply.package,
-            span,
-            engine=config.engine,
-            device=config.device,
-            precision=config.precision,
-            threads=config.threads,
-            cache_dir=config.cache_dir / "graphs",
-        )
+        passed = await asyncio.to_thread(PassedTest.of, config, supply)
+        tested = passed.take()
+        if tested is None:
+            tested = await self_test(
+                supply.package,
+                span,
+                engine=config.engine,
+                device=config.device,
+                precision=config.precision,
+                threads=config.threads,
+                cache_dir=config.cache_dir / "graphs",
+            )
+            self._passed(tested)
+        return shelf, tested
+
+    def _passed(self, tested: SelfTest) -> None:
         if tested.instead:
-            report.say(f"the {tested.engine} engine serves: {tested.instead}")
-        report.phase(
+            self._report.say(f"the {tested.engine} engine serves: {tested.instead}")
+        self._report.phase(
             "tested",
             f"self-test passed: {tested.layer_time_s * 1e3:.2f} ms a layer, numerics {tested.numerics}, "
             f"{tested.engine} engine",
@@ -258,7 +277,6 @@ class Peer:
             numerics=tested.numerics,
             engine=tested.engine,
         )
-        return shelf, tested
 
     def _announced(self, directory: HivemindDirectory, offer: Offer | None) -> None:
         address = self._address()

@@ -34,6 +34,7 @@ from swarm.spans import LayerRange
 
 _PREFILL, _DECODES, _AGAIN = 64, 16, 4
 _KV_TOKENS = 256
+SESSION = "self-test"
 # How far the same step may differ after a rewind, as a share of the largest number in it.
 _TOLERANCE = {"f32": 1e-3}
 _LOOSE_TOLERANCE = 0.1  # bf16 and a cache of 8 bits
@@ -44,7 +45,8 @@ _PR_SET_PDEATHSIG = 1
 class SelfTest:
     """What a span does here. Times are seconds a layer: for one decoded token, for one token of a prompt.
 
-    `instead` says why `engine` is not the one that was to be tried first; empty where it is.
+    `instead` says why `engine` is not the one that was to be tried first; empty where it is. `remembered`: an earlier
+    start passed it, and this one has not tested anything yet.
     """
 
     numerics: str
@@ -52,6 +54,7 @@ class SelfTest:
     prefill_time_s: float
     engine: EngineKind = "stateful"
     instead: str = ""
+    remembered: bool = False
 
 
 async def self_test(
@@ -182,11 +185,11 @@ class _Feeder:
         self._hidden = random.normal(size=(max_tokens, manifest.hidden_size)).astype(np.float32)
         self._entry = engine.span.first == 0
         self._head = engine.span.last == len(manifest.layers)
-        engine.open("self-test", max_tokens)
+        engine.open(SESSION, max_tokens)
 
     def __call__(self, start: int, n: int) -> NDArray[np.float32]:
         step = Step(
-            session="self-test",
+            session=SESSION,
             start=start,
             tokens=self._tokens[start : start + n],
             hidden=None if self._entry else self._hidden[start : start + n],
