@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +36,31 @@ def pinned_swarm(
                 swarm.wait(members, phase=LISTENING)
         swarm.wait(members)
         yield swarm
+
+
+@contextmanager
+def awake() -> Iterator[None]:
+    """All cores busy with nothing while the block runs, at a priority that leaves them to whoever wants them at once.
+
+    A core that idles is given away by the host of a virtual machine, and comes back late and slow: what that costs a
+    stream that leaves each core idle for half of its time is told by comparing with this.
+    """
+    spinners = [subprocess.Popen([sys.executable, "-c", _SPIN, str(core)]) for core in CORES]
+    try:
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.wait()
+
+
+_SPIN = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+while True:
+    pass
+"""
 
 
 @contextmanager
