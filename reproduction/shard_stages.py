@@ -1,4 +1,4 @@
-"""1, 2, 3 and 4 spans chained in one process against the unsplit graph, all on one thread."""
+"""1, 2, 3 and 4 spans chained in one process against the unsplit graph, all on one thread, with both engines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from reproduction.experiment import Report, Row, Say, interleaved, median_ratio, medians
-from reproduction.local import Runner, Unsplit, chain, decode, even
+from reproduction.local import Runner, Unsplit, chain, decode, even, paged_chain
 from reproduction.machine import machine
 from reproduction.models import smollm2
 
@@ -32,7 +32,8 @@ def run(say: Say) -> Report:
 
         return measure
 
-    chains = {f"stages{ways}": chain(model, even(model, ways), "accuracy", THREADS) for ways in WAYS}
+    chains = {f"stages{ways}": paged_chain(model, even(model, ways), THREADS) for ways in WAYS}
+    chains |= {f"stateful_stages{ways}": chain(model, even(model, ways), "accuracy", THREADS) for ways in WAYS}
     samples = interleaved(
         {
             "unsplit": timed(unsplit),
@@ -55,8 +56,20 @@ def run(say: Say) -> Report:
                 )
                 for ways in WAYS
             ),
+            *(
+                Row(
+                    configuration=f"stateful, {ways} span{'s' * (ways > 1)}",
+                    value=middle[f"stateful_stages{ways}"],
+                    unit="tok/s",
+                    published=PUBLISHED.get(ways),
+                )
+                for ways in WAYS
+            ),
         ],
         ratios={name: median_ratio(samples, name, "unsplit") for name in chains},
         goals={"stages2": (">=", 0.97), "stages4": (">=", 0.92)},
-        notes=[f"{THREADS} thread, f32, {TOKENS} tokens; every split gave the unsplit graph's text"],
+        notes=[
+            "the paged engine, which `swarm join` takes by itself, unless stateful is said; unsplit is stateful",
+            f"{THREADS} thread, f32, {TOKENS} tokens; every split gave the unsplit graph's text",
+        ],
     )
