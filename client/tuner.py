@@ -172,7 +172,6 @@ class Tuner:
         self._ways_s = learned.ways_s if learned else None
         self._decodes = learned is not None  # `_ways_s` is not just a prompt's, whose hidden states are large
         self._hops, self._slowest = (Times(learned.hops), Times(learned.slowest)) if learned else (Times(), Times())
-        self._hop_count = len(self._peers)
         self._crowding = Crowding()
         self._answered_at = -math.inf
         self._trial_trips = 0
@@ -191,7 +190,7 @@ class Tuner:
     @property
     def learned(self) -> Learned | None:
         """For the next session; None where nothing was decoded."""
-        if self._ways_s is None or not self._decodes or not self._peers:
+        if self._ways_s is None or not self._decodes:
             return None
         return Learned(
             peers=self._peers,
@@ -208,7 +207,7 @@ class Tuner:
             return None
         hops, slowest = (times.curve(decoded=self._has_decoded) for times in (self._hops, self._slowest))
         crowding = self._crowding.share(self._ways_s, hops.at(1))
-        return Costs(self._draft_s, self._ways_s, hops, slowest, self._hop_count, crowding)
+        return Costs(self._draft_s, self._ways_s, hops, slowest, len(self._peers), crowding)
 
     @property
     def _draft_s(self) -> float:
@@ -240,7 +239,6 @@ class Tuner:
         if peers != self._peers:
             self.forget_route()
             self._peers = peers
-        self._hop_count = len(trace)
         # what hops say of themselves counts as far as it goes with what is seen from here
         took = max(answer.received_at - answer.sent_at, _LEAST_S)
         busy = _between(_LEAST_S, sum(hop.compute_s for hop in trace), took)

@@ -187,14 +187,15 @@ class Peer:
         """From PACKAGE to a span that computes and passed its test."""
         config = self._config
         supply = await choose_supply(config, contact, self._hello(), peer_id=self._identity.peer_id)
-        shelf, tested = await self._try(supply, contact)
+        shelf, passed, tested = await self._try(supply, contact)
         for _ in range(_SECOND_THOUGHTS):
             better = await self._reconsider(supply, contact)
             if better is supply:
                 break
             supply = better
-            shelf, tested = await self._try(supply, contact)
+            shelf, passed, tested = await self._try(supply, contact)
         serving, tested = await self._open(supply, tested)
+        passed.put(tested)
         service = SpanService(serving, peer_id=self._identity.peer_id, hello=self._hello, on_failed=self._device_failed)
         self._desk.stock(shelf)
         self._model = supply.manifest.digest
@@ -213,9 +214,7 @@ class Peer:
         )
         if tested.remembered:
             tested = await asyncio.to_thread(test_loaded, serving, tested)
-            self._passed(tested)
-        passed = await asyncio.to_thread(PassedTest.of, config, supply)
-        passed.put(tested)
+            self._tell_tested(tested)
         return serving, tested
 
     async def _reconsider(self, supply: Supply, contact: PeerDirectory | None) -> Supply:
@@ -233,7 +232,7 @@ class Peer:
             self._report.say(f"others serve layers {supply.span} by now; layers {better.span} are missing more")
         return better
 
-    async def _try(self, supply: Supply, contact: PeerDirectory | None) -> tuple[Shelf, SelfTest]:
+    async def _try(self, supply: Supply, contact: PeerDirectory | None) -> tuple[Shelf, PassedTest, SelfTest]:
         """Bring the files of a span here, check them, and see whether it runs."""
         config, report = self._config, self._report
         manifest, span = supply.manifest, supply.span
@@ -262,10 +261,10 @@ class Peer:
                 threads=config.threads,
                 cache_dir=config.cache_dir / "graphs",
             )
-            self._passed(tested)
-        return shelf, tested
+            self._tell_tested(tested)
+        return shelf, passed, tested
 
-    def _passed(self, tested: SelfTest) -> None:
+    def _tell_tested(self, tested: SelfTest) -> None:
         if tested.instead:
             self._report.say(f"the {tested.engine} engine serves: {tested.instead}")
         self._report.phase(

@@ -49,20 +49,12 @@ def run(say: Say) -> Report:
             Row(configuration="unsplit", value=middle["unsplit"], unit="tok/s", published=24.28),
             *(
                 Row(
-                    configuration=f"{ways} span{'s' * (ways > 1)}",
-                    value=middle[f"stages{ways}"],
+                    configuration=f"{engine}{ways} span{'s' * (ways > 1)}",
+                    value=middle[f"{prefix}stages{ways}"],
                     unit="tok/s",
                     published=PUBLISHED.get(ways),
                 )
-                for ways in WAYS
-            ),
-            *(
-                Row(
-                    configuration=f"stateful, {ways} span{'s' * (ways > 1)}",
-                    value=middle[f"stateful_stages{ways}"],
-                    unit="tok/s",
-                    published=PUBLISHED.get(ways),
-                )
+                for engine, prefix in (("", ""), ("stateful, ", "stateful_"))
                 for ways in WAYS
             ),
         ],

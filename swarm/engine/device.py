@@ -87,6 +87,10 @@ def device_identity(device: str) -> tuple[str, str]:
     """The name of the hardware and OpenVINO's version. Raises ConfigError where this machine has no such device."""
     core = ov.Core()
     _check_device(core, device)
+    return _identity(core, device)
+
+
+def _identity(core: ov.Core, device: str) -> tuple[str, str]:
     return str(core.get_property(device, "FULL_DEVICE_NAME")), ov.get_version()
 
 
@@ -133,7 +137,7 @@ def _compile_cached(
     cache_key: tuple[str, ...],
 ) -> ov.CompiledModel:
     settings = [f"{name}={value}" for name, value in sorted(properties.items())]
-    entry = entry_path(cache_dir, *cache_key, device, *device_identity(device), *settings)
+    entry = entry_path(cache_dir, *cache_key, device, *_identity(core, device), *settings)
     try:
         with locked(entry):
             discard_if_damaged(entry)

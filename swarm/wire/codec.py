@@ -56,22 +56,6 @@ class _Form(Protocol):
     def read(self, name: str, plain: Mapping[str, Plain], payload: _Payload) -> Any: ...
 
 
-class _Scalar:
-    """In the header, as it is."""
-
-    def __init__(self, *types: type) -> None:
-        self.types = types
-
-    def write(self, value: Any, message: Message, payload: list[Buffer]) -> Plain:
-        return value
-
-    def read(self, name: str, plain: Mapping[str, Plain], payload: _Payload) -> Any:
-        value = plain[name]
-        if type(value) not in self.types:
-            raise _wrong(name, value)
-        return value
-
-
 class _Texts:
     """A tuple of texts, in the header."""
 
@@ -212,11 +196,9 @@ class _Records(_Record):
         return tuple(self.from_plain(name, value) for value in values)
 
 
+_SCALARS: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "str": (str,), "bytes": (bytes,)}
+"""What lies in the header as it is: most fields, and most messages are small, so no call is spent on each."""
 _FORMS: Mapping[str, _Form] = {
-    "int": _Scalar(int),
-    "float": _Scalar(float, int),
-    "str": _Scalar(str),
-    "bytes": _Scalar(bytes),
     "tuple[str, ...]": _Texts(),
     "Mapping[str, Detail]": _Details(),
     "Sampling": _Repeated(Sampling),
@@ -237,16 +219,17 @@ class _Plan:
     def __init__(self, message: type[Message]) -> None:
         entries: tuple[Field[Any], ...] = fields(message)  # type: ignore[arg-type]  # each Message is a dataclass
         self.message = message
-        # most fields are scalars and most messages small: a scalar is not worth a call
-        self.fields = tuple((entry.name, *_scalar_or_not(_FORMS[str(entry.type)]), entry.default) for entry in entries)
+        self.fields = tuple((entry.name, *_way_of(str(entry.type)), entry.default) for entry in entries)
         self.names = {entry.name for entry in entries} | {"kind"}
         self.required = {
             entry.name for entry in entries if entry.default is MISSING and entry.default_factory is MISSING
         }
 
 
-def _scalar_or_not(form: _Form) -> tuple[tuple[type, ...], _Form]:
-    return (form.types if isinstance(form, _Scalar) else (), form)
+def _way_of(annotation: str) -> tuple[tuple[type, ...], _Form | None]:
+    """The types of a scalar, or else its form."""
+    types = _SCALARS.get(annotation, ())
+    return types, None if types else _FORMS[annotation]
 
 
 def _all_messages() -> dict[str, type[Message]]:
@@ -266,10 +249,10 @@ def encode(message: Message) -> tuple[bytes, list[Buffer]]:
     plan = _PLANS[type(message)]
     plain: dict[str, Plain] = {"kind": message.kind}
     payload: list[Buffer] = []
-    for name, types, form, default in plan.fields:
+    for name, _, form, default in plan.fields:
         value = getattr(message, name)
         if value is not default:
-            plain[name] = value if types else form.write(value, message, payload)
+            plain[name] = value if form is None else form.write(value, message, payload)
     return msgpack.packb(plain), payload
 
 
@@ -302,7 +285,7 @@ def read_message(plain: Mapping[str, Plain], payload: memoryview) -> Message:
         for name, types, form, _ in plan.fields:
             if name not in plain:
                 continue
-            if not types:
+            if form is not None:
                 values[name] = form.read(name, plain, pieces)
             elif type(plain[name]) in types:
                 values[name] = plain[name]

@@ -254,7 +254,8 @@ class Forward(Message):
         check(len(self.trace) <= MAX_HOPS, self, "trace")
 
     def onward(self, hidden: Hidden | None, dtype: str, trace: tuple[HopTrace, ...]) -> Forward:
-        """The same tokens with what a hop made of them, for the next one."""
+        """The same tokens with what a hop made of them, for the next one. Once a token and hop, so without
+        `dataclasses.replace`, which looks at each field."""
         return Forward(
             session=self.session,
             epoch=self.epoch,
