@@ -3,7 +3,8 @@
 32 users at a time over three spans with a spare each. A third of them give up in the middle, and once a minute a peer
 is killed and started again. Afterwards sessions, blocks, file descriptors and memory of the peers that stayed are
 looked at. What it is at the start a peer that stays is after users who came one at a time, with short prompts and with
-some so long that all of the cache was written once and the largest step was computed; the spares join then.
+some so long that all of the cache was written once and the largest step was computed, and after a first crowd, whose
+batches are of many sizes: the kernels for the last of them stay (`swarm/engine/device.py`). The spares join then.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ KILL_EVERY_S = 60.0
 KV_TOKENS = 4096
 LONG = 1900
 _SETTLE_S = 45.0
+_FIRST = 0.1  # of the time, for the first crowd
 _MORE_FILES = 8  # connections to peers that have come since
 _WATCH_S = 10.0
 _ALONG = (0.1, 0.2, 0.5, 1.0)
@@ -55,19 +57,15 @@ async def _soak(model: Model, swarm: LocalSwarm, say: Say, seconds: float, users
         alone = {tuple(prompt): (await crowd.write(prompt, TOKENS)).ids for prompt in prompts}
         for turn in range(-(-KV_TOKENS // LONG)):
             await crowd.write(_long_prompt(prompts, turn), TOKENS)
+        single = [_held(member) for member in staying]
+        await _come_and_go(crowd, prompts, alone, chance, done, users, time.monotonic() + _FIRST * seconds)
         before = [_held(member) for member in staying]
         mortal = [swarm.join(model.package, span, initial=[staying[0].address]) for span in even(model, len(staying))]
         await asyncio.to_thread(swarm.wait, mortal)
         watched: list[list[float]] = []
         until = time.monotonic() + seconds
-
-        async def user() -> None:
-            while time.monotonic() < until:
-                await _visit(crowd, prompts, alone, chance, done)
-
         async with asyncio.TaskGroup() as group:
-            for _ in range(users):
-                group.create_task(user())
+            group.create_task(_come_and_go(crowd, prompts, alone, chance, done, users, until))
             group.create_task(_kill(swarm, model, mortal, until, kill_every_s, say))
             group.create_task(_watch(staying, watched, done, until, say))
         records = await _settled(model, swarm)
@@ -94,23 +92,27 @@ async def _soak(model: Model, swarm: LocalSwarm, say: Say, seconds: float, users
                 value=files,
                 unit="of a peer",
             ),
-            *_memory_rows(before, watched, after),
+            *_memory_rows(single, before, watched, after),
         ],
         ratios={"memory_after_vs_before": grown},
         goals={"memory_after_vs_before": ("<=", 1.1)},
         notes=[
             "memory of a peer that stayed, the one that grew most, resident",
-            f"{seconds:.0f} s, {users} users at a time, a peer killed every {kill_every_s:.0f} s",
+            f"{users} users at a time, for {_FIRST * seconds:.0f} s as the first crowd and {seconds:.0f} s after it, "
+            f"when a peer is killed every {kill_every_s:.0f} s",
         ],
     )
 
 
 def _memory_rows(
-    before: Sequence[tuple[float, int]], watched: Sequence[Sequence[float]], after: Sequence[tuple[float, int]]
+    single: Sequence[tuple[float, int]],
+    before: Sequence[tuple[float, int]],
+    watched: Sequence[Sequence[float]],
+    after: Sequence[tuple[float, int]],
 ) -> list[Row]:
     """Of the peer that grew most, at the start, along the way and at the end."""
     most = max(range(len(before)), key=lambda at: after[at][0] / before[at][0])
-    times = {"one user at a time": before[most][0]}
+    times = {"one user at a time": single[most][0], "after a first crowd": before[most][0]}
     times |= {f"{share:.0%} of the time": watched[int(share * (len(watched) - 1))][most] for share in _ALONG}
     times["all have left"] = after[most][0]
     return [Row(configuration=f"memory, {when}", value=held / _MIB, unit="MiB") for when, held in times.items()]
@@ -120,6 +122,26 @@ def _long_prompt(prompts: Sequence[list[int]], turn: int) -> list[int]:
     """Of LONG tokens, each `turn`'s with another beginning."""
     ids = [token for prompt in prompts[turn:] for token in prompt]
     return (ids * -(-LONG // len(ids)))[:LONG]
+
+
+async def _come_and_go(
+    crowd: Users,
+    prompts: Sequence[list[int]],
+    alone: dict[tuple[int, ...], tuple[int, ...]],
+    chance: random.Random,
+    done: dict[str, int],
+    users: int,
+    until: float,
+) -> None:
+    """So many users at a time, until it is late."""
+
+    async def user() -> None:
+        while time.monotonic() < until:
+            await _visit(crowd, prompts, alone, chance, done)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(users):
+            group.create_task(user())
 
 
 async def _visit(
