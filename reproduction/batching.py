@@ -56,9 +56,8 @@ def run(say: Say, *, tokens: int = TOKENS, users: tuple[int, ...] = USERS, round
         notes=[
             f"{tokens} tokens each after prompts of {len(prompts_of(1)[0])}; all sides compute in the same mode",
             *notes,
-            "one user's figure on one core is its decoding alone; all others but the busy stages include prompts",
             "the client, which stands for all users, shares the peers' cores",
-            "never idle: each stage decodes batches of half of the users without end, both at the same time",
+            "never idle: each stage decodes batches of half of the users without end, both at once; no prompts",
         ],
     )
 
@@ -90,7 +89,7 @@ def _measured(
             changed += different
             return speed
 
-        configurations: dict[str, Callable[[], float]] = {"mono": lambda: single.write(prompts[0], tokens)[0]}
+        configurations: dict[str, Callable[[], float]] = {"mono": lambda: single.speed(prompts[0], tokens)}
         for n in BATCHED:
             configurations[f"genai_cb{n}"] = partial(_batched, batched, prompts[:n], tokens)
             if n in users and n > 1:

@@ -39,6 +39,11 @@ class Single:
         per_token = float(metrics.get_tpot().mean) if count > 1 else float("nan")
         return 1000.0 / per_token, float(metrics.get_ttft().mean) / 1000.0, tuple(result.tokens[0])
 
+    def speed(self, prompt: Sequence[int], count: int) -> float:
+        """Tokens a second from the question to the last token, as users of peers are measured."""
+        decoding, first_s, _ = self.write(prompt, count)
+        return count / (first_s + (count - 1) / decoding)
+
 
 class Batched:
     """Many users: `ContinuousBatchingPipeline`, on the first core."""
