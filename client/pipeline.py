@@ -139,7 +139,11 @@ class Pipeline:
         return [(hop.peer_id, hop.name, str(hop.plan.span)) for hop in (self._circuit.hops if self._circuit else ())]
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """An answer to `prompt` is next. What of it was never computed must fit into what each hop attends to."""
+        """An answer to `prompt` is next. What of it was never computed must fit into what each hop attends to.
+
+        Raises LocalProtocolError where a step of another answer is under way, before that one notices.
+        """
+        self._check_idle()
         self._prompt_tokens = len(prompt) - common_prefix(self._read, prompt)
 
     async def advance(self, known: Sequence[int], sampling: Sampling) -> Answer:
@@ -150,8 +154,7 @@ class Pipeline:
         they are. The session can be advanced again after any of them. Raises LocalProtocolError where it is closed
         meanwhile.
         """
-        if self._closed or not self._idle.is_set():
-            raise LocalProtocolError("this session is closed" if self._closed else "this session is still answering")
+        self._check_idle()
         self._idle.clear()
         answered = False
         try:
@@ -204,6 +207,10 @@ class Pipeline:
         await self._hang_up()
 
     # -- steps
+
+    def _check_idle(self) -> None:
+        if self._closed or not self._idle.is_set():
+            raise LocalProtocolError("this session is closed" if self._closed else "this session is still answering")
 
     async def _answer(self, known: Sequence[int], sampling: Sampling) -> Answer:
         trouble = Trouble(self._config, self._clock)

@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
 from client.config import GenerationConfig
-from swarm.errors import BadStep, ContextExceeded
+from swarm.errors import BadStep, ContextExceeded, LocalProtocolError
 from tests.client.scripted import toy_text
 from tests.client.test_pipeline import at_step, failing
 from tests.client.world import ToyTokenizer, World, run
+from tests.swarm.loops import until
 
 SHORT = GenerationConfig(max_new_tokens=6)
 
@@ -43,6 +45,22 @@ def test_reset_forgets_the_conversation_but_not_the_system_prompt() -> None:
             chat.reset()
             assert chat.messages == ({"role": "system", "content": "Be brief"},)
             assert (await chat.send("Hello")).token_ids == first.token_ids
+
+    run(test)
+
+
+def test_a_message_that_comes_too_early_leaves_the_answer_before_it_alone() -> None:
+    async def test(world: World) -> None:
+        await world.three()
+        client = world.client()
+        async with client.session(replace(SHORT, draft="off")) as chat:
+            first = asyncio.create_task(chat.send("Hello"))
+            await until(lambda: bool(world.swarm.peers["a"].steps))
+            with pytest.raises(LocalProtocolError, match="still answering"):
+                await chat.send("Wait")
+            reply = await first
+            assert list(reply.token_ids) == toy_text(client.encode([{"role": "user", "content": "Hello"}]), 6)
+            assert len(reply.metrics.overheads_s) == 5  # it heard of all its steps
 
     run(test)
 

@@ -598,6 +598,8 @@ def test_a_session_answers_one_question_at_a_time(prompt: list[int]) -> None:
         await asyncio.sleep(0)
         with pytest.raises(LocalProtocolError, match="still answering"):
             await pipeline.advance(prompt, Sampling())
+        with pytest.raises(LocalProtocolError, match="still answering"):
+            pipeline.begin(prompt)
         await first
         await pipeline.close()
         with pytest.raises(LocalProtocolError, match="closed"):
