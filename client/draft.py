@@ -30,6 +30,10 @@ class Draft(Protocol):
     def unread(self) -> int:
         """How many tokens of the line it has to read before it can guess; that takes longer than a guess."""
 
+    @property
+    def silence(self) -> str:
+        """Why it guesses no more in this text, whatever follows; empty where it may."""
+
     def begin(self, known: Sequence[int], sampling: Sampling) -> None:
         """The text is this now, its tokens will be chosen so, and nothing is guessed. What is cached stays cached."""
 
@@ -95,6 +99,7 @@ class NgramDraft:
     name = "ngram"
     instant = True
     unread = 0
+    silence = ""
 
     def __init__(self, max_ngram_size: int = 3) -> None:
         self._sizes = range(max_ngram_size, min(_SHORTEST, max_ngram_size) - 1, -1)

@@ -20,7 +20,7 @@ import psutil
 from client.draft import Line, common_prefix
 from client.draftthread import DraftThread, Feed
 from swarm.engine.base import Engine, Step
-from swarm.errors import ConfigError, UnsupportedModel
+from swarm.errors import ConfigError, EngineError, UnsupportedModel
 from swarm.footprint import kv_token_bytes
 from swarm.manifest import TOKENIZER, Manifest, check_files, load_manifest
 from swarm.sampling import Sampling
@@ -99,6 +99,7 @@ class ModelDraft:
         self._sampling = Sampling()
         self._fed = 0
         self._is_open = False
+        self._closed = False
 
     def begin(self, known: Sequence[int], sampling: Sampling) -> None:
         self._sampling = sampling
@@ -116,13 +117,19 @@ class ModelDraft:
         length = len(self._line.ids)
         return max(length - self._fed - 1, 0) if length <= self._max_tokens else 0
 
+    @property
+    def silence(self) -> str:
+        length = len(self._line.ids)
+        known = f"the text has {length} tokens, and the draft's context is {self._max_tokens}"
+        return known if length > self._max_tokens else ""
+
     async def read(self) -> None:
-        """As `Draft` says. Raises EngineError where the device fails."""
+        """As `Draft` says. Raises EngineError where the device fails, or it is closed meanwhile."""
         while self.unread:
             await self._feed(self._fed + min(self.unread, _CHUNK), answers=False)
 
     async def propose(self, k: int) -> list[int]:
-        """As `Draft` says. Raises EngineError where the device fails."""
+        """As `Draft` says. Raises EngineError where the device fails, or it is closed meanwhile."""
         ids = self._line.ids
         guesses: list[int] = []
         while len(guesses) < k and len(ids) <= self._max_tokens:
@@ -133,14 +140,16 @@ class ModelDraft:
         return guesses
 
     def close(self) -> None:
-        """Give its cache back. Idempotent; the thread does it when it gets there."""
+        """Give its cache back; it guesses no more. Idempotent; the thread does it when it gets there."""
+        self._closed = True
         if self._is_open:
             self._is_open = False
-            self._fed = 0
             self._model.thread.post(lambda engine: engine.close(self._key))
 
     async def _feed(self, end: int, *, answers: bool) -> int:
         """Have the line computed up to `end`; the token that follows if it `answers`."""
+        if self._closed:
+            raise EngineError("the session that this draft guessed for is closed")
         if self._fed >= end:
             self._fed = end - 1  # all is cached: one position again, for its answer
         tokens = np.array(self._line.ids[self._fed : end], np.int32)
@@ -190,10 +199,12 @@ def _kv_tokens(manifest: Manifest) -> int:
 def check_same_vocabulary(draft: Manifest, target: Manifest) -> None:
     """Raises ConfigError unless ids mean the same in both models: the tokenizer's graphs and tables are equal."""
     hashes = [{entry.sha256 for entry in m.files([TOKENIZER]) if _is_graph(entry.path)} for m in (draft, target)]
-    if hashes[0] != hashes[1] or draft.vocab_size != target.vocab_size:
+    same = hashes[0] == hashes[1]
+    if not same or draft.vocab_size != target.vocab_size:
+        sizes = f"it has {draft.vocab_size} tokens, not {target.vocab_size}"
         raise ConfigError(
-            f"{draft.name} cannot draft for {target.name}: its tokenizer is another. Take a smaller model of the same "
-            "family, or --draft ngram"
+            f"{draft.name} cannot draft for {target.name}: {sizes if same else 'its tokenizer is another'}. Take a "
+            "smaller model of the same family, or --draft ngram"
         )
 
 

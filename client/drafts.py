@@ -113,11 +113,12 @@ class SessionDrafts:
         package = self._drafts.package_of(config.draft)
         name = f"{NGRAM} {config.max_ngram_size}" if package is None else str(package)
         key = (name, config.num_assistant_tokens, config.draft_windows)
-        guesser = self._guessers.get(key)
-        if guesser is not None and not guesser.failure:
+        draft, guesser = self._drafts_by_name.get(name), self._guessers.get(key)
+        is_its = guesser is not None and guesser.draft is draft  # else another one's failed, and was replaced
+        if guesser is not None and is_its and not guesser.failure:
             return guesser
-        draft = self._drafts_by_name.get(name)
-        if draft is None or guesser is not None:
+        if draft is None or is_its:
+            _close(draft)  # it may hold memory that another needs
             draft = self._drafts_by_name[name] = await self._draft(package, config.max_ngram_size)
         tuner = Tuner(
             _LOOK_UP if draft.instant else _MODEL,
@@ -135,11 +136,15 @@ class SessionDrafts:
             if (learned := guesser.tuner.learned) is not None:
                 self._drafts.learned[name] = learned
         for draft in self._drafts_by_name.values():
-            if isinstance(draft, ModelDraft):
-                draft.close()
+            _close(draft)
 
     async def _draft(self, package: Path | None, max_ngram_size: int) -> Draft:
         if package is None:
             return NgramDraft(max_ngram_size)
         model = await self._drafts.model(package)
         return model.draft(self._max_tokens + MOST_GUESSES)
+
+
+def _close(draft: Draft | None) -> None:
+    if isinstance(draft, ModelDraft):
+        draft.close()

@@ -17,7 +17,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -96,9 +96,10 @@ class DraftThread:
         if not ready:
             return
         started = self._clock()
+        results: Sequence[StepResult | Exception]
         try:
             results = self._engine.forward([one.step for one in ready])
-        except SwarmError as error:
+        except Exception as error:  # each that waits gets it
             results = [error for _ in ready]
         ended = self._clock()
         self._last_s = ended - started
@@ -135,18 +136,18 @@ class DraftThread:
         return True
 
 
-def _settle(feed: Feed, result: StepResult) -> None:
-    if isinstance(result, SwarmError):
-        error = EngineError(f"the draft failed: {result}")
-        error.__cause__ = result
-        feed.answer.set_exception(error)
-        return
-    if feed.sampling is None:
-        feed.answer.set_result(0)
-        return
+def _settle(feed: Feed, result: NDArray[np.float32] | Exception) -> None:
+    """Whatever went wrong, nobody waits for ever."""
     try:
-        choice = choose(result[0], feed.sampling, position=feed.step.end, history=feed.history)
+        if isinstance(result, Exception):
+            raise result
+        sampling, end = feed.sampling, feed.step.end
+        token = choose(result[0], sampling, position=end, history=feed.history).token if sampling else 0
     except SwarmError as error:
+        failed = EngineError(f"the draft failed: {error}")
+        failed.__cause__ = error
+        feed.answer.set_exception(failed)
+    except Exception as error:  # a bug of this program
         feed.answer.set_exception(error)
     else:
-        feed.answer.set_result(choice.token)
+        feed.answer.set_result(token)

@@ -153,7 +153,7 @@ class Speculation:
             tokens_a_trip=(len(self.known) - self._began) / self._trips if self._trips else 0.0,
             windows=tuple(self._windows),
             without=tuner.without(),
-            off=self._guesser.failure or tuner.verdict(),
+            off=self._guesser.failure or tuner.verdict() or self._guesser.draft.silence,
         )
 
     # -- guessing

@@ -18,6 +18,8 @@ from swarm.sampling import Sampling
 class ScriptedDraft:
     """`client.draft.Draft` over `text`, the whole line from the prompt's first id on; silent at its end."""
 
+    silence = ""
+
     def __init__(
         self,
         text: Sequence[int],

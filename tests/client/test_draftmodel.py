@@ -152,25 +152,57 @@ def test_beyond_its_context_it_is_silent(model: DraftModel) -> None:
         draft.begin(PROMPT, Sampling())
         assert len(await draft.propose(9)) == 3  # two more positions, and a token that needs none
         assert await draft.propose(1) == []
+        assert draft.silence == "the text has 7 tokens, and the draft's context is 6"
+        draft.begin(PROMPT, Sampling())
+        assert draft.silence == ""
+        long, pipeline = model.draft(20), EnginePipeline(ToyEngine(TOY), 60)
+        _, speculation = await write(pipeline, PROMPT, 30, long, k=2)
+        report = speculation.report()
+        assert report is not None
+        assert report.off == "the text has 34 tokens, and the draft's context is 20"
 
     in_loop(test)()
 
 
-def test_a_device_that_fails_says_so_and_a_closed_draft_begins_anew(model: DraftModel, engine: Watched) -> None:
-    expected = plain_text(ToyEngine(TOY), PROMPT, 1)
-
+def test_a_device_that_fails_says_so_and_a_closed_draft_takes_no_cache_again(
+    model: DraftModel, engine: Watched
+) -> None:
     async def test() -> None:
         draft = begun(model, PROMPT)
         engine.broken = EngineError("no device")
         with pytest.raises(EngineError, match="no device"):
             await draft.propose(1)
         engine.broken = None
+        assert len(engine.sessions) == 1
         draft.close()
-        draft.close()
-        assert await draft.propose(1) == expected
         draft.close()
         await until(lambda: not engine.sessions)
+        draft.begin([*PROMPT, 1, 2], Sampling())
+        for late in (draft.propose(1), draft.read()):  # of an answer whose session was closed under it
+            with pytest.raises(EngineError, match="closed"):
+                await late
         assert engine.sessions == {}
+
+    in_loop(test)()
+
+
+def test_a_draft_that_failed_gives_its_cache_back_before_the_next_answers(
+    model: DraftModel, engine: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        drafts = Drafts(toy_manifest(), config=ClientConfig(), on_event=print, clock=lambda: 0.0)
+        monkeypatch.setattr(drafts, "package_of", lambda draft: Path("small"))
+        drafts._models[Path("small")] = asyncio.create_task(asyncio.sleep(0, model))
+        session = SessionDrafts(drafts, max_tokens=32, clock=lambda: 0.0)
+        for failing in (True, False):
+            guesser = await session.guesser(GenerationConfig())
+            assert guesser is not None
+            guesser.draft.begin(PROMPT, Sampling())
+            engine.broken = EngineError("all blocks of the KV cache are held") if failing else None
+            assert len(await guesser.propose(1)) == (not failing)
+        assert len(engine.sessions) == 1
+        session.close()
+        await drafts.close()
 
     in_loop(test)()
 
@@ -198,7 +230,7 @@ def test_another_vocabulary_is_refused() -> None:
     other = {**small.parts, TOKENIZER: small.parts[EMBED]}
     with pytest.raises(ConfigError, match="small cannot draft for toy: its tokenizer is another"):
         check_same_vocabulary(replace(small, parts=other), target)
-    with pytest.raises(ConfigError, match="another"):
+    with pytest.raises(ConfigError, match=f"it has 5 tokens, not {VOCAB}"):
         check_same_vocabulary(replace(small, vocab_size=5), target)
 
 
@@ -217,8 +249,8 @@ def test_look_up_stands_in_where_the_configured_draft_has_another_vocabulary(
             assert guesser is not None
             assert guesser.draft.name == "ngram"
         assert len(events) == 1
-        assert "its tokenizer is another" in events[0].text
-        with pytest.raises(ConfigError, match="tokenizer is another"):
+        assert "it has 259 tokens, not 5" in events[0].text
+        with pytest.raises(ConfigError, match="not 5"):
             await session.guesser(GenerationConfig(draft=tiny_packages["qwen3"]))
         await drafts.close()
 

@@ -116,5 +116,8 @@ def test_a_session_that_cannot_be_opened_fails_alone_and_a_broken_device_fails_a
         engine.broken = EngineError("no device")
         results = await asyncio.gather(*(thread.feed(feed(name, 1, [7])) for name in "ab"), return_exceptions=True)
         assert [str(result) for result in results] == ["the draft failed: no device"] * 2
+        engine.broken = ZeroDivisionError("a bug")  # type: ignore[assignment]
+        with pytest.raises(ZeroDivisionError):  # it is not swallowed, and nobody waits for ever
+            await thread.feed(feed("b", 1, [7]))
 
     in_loop(test)()
