@@ -98,7 +98,6 @@ class Speculation:
         self._drafting: asyncio.Task[list[int]] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._began = len(known)
-        self._repairs = pipeline.repairs
         self._proposed = self._accepted = self._trips = 0
         self._windows: list[tuple[int, int, int]] = []
         if guesser is not None:
@@ -283,9 +282,6 @@ class Speculation:
                 self._drafting = None
             self._pipeline.forget_windows()
         guesser.draft.accept(accepted, correction)
-        if self._pipeline.repairs != self._repairs:
-            self._repairs = self._pipeline.repairs
-            tuner.forget_route()
         tuner.judged(accepted, compared, corrected=correction is not None and compared > accepted)
         tuner.retune(accepted + (correction is not None))
         window = tuner.window

@@ -223,7 +223,7 @@ class Tuner:
         """Whether to guess at all."""
         return self.window.k > 0 or (self._free and self._k != 0)
 
-    def forget_route(self) -> None:
+    def _forget_route(self) -> None:
         """The hops are others now."""
         self._ways_s = None
         self._decodes = False
@@ -237,7 +237,7 @@ class Tuner:
             return
         peers = tuple(hop.peer for hop in trace)
         if peers != self._peers:
-            self.forget_route()
+            self._forget_route()
             self._peers = peers
         # what hops say of themselves counts as far as it goes with what is seen from here
         took = max(answer.received_at - answer.sent_at, _LEAST_S)

@@ -23,8 +23,6 @@ class EnginePipeline:
     """What `client.speculation.Speculation` uses of a `Pipeline`. A window that was sent is run when its answer is
     asked for, unless it became void before."""
 
-    repairs = 0
-
     def __init__(
         self, engine: Engine, max_tokens: int, *, turns: int = 1, clock: Callable[[], float] = time.perf_counter
     ) -> None:

@@ -56,8 +56,6 @@ class SimulatedPipeline:
     share so many, in turn, by slices of a millisecond.
     """
 
-    repairs = 0
-
     def __init__(
         self,
         text: Sequence[int],

@@ -125,8 +125,11 @@ def test_what_is_fixed_is_not_tuned() -> None:
 
 def test_another_route_has_other_costs() -> None:
     tuner = taught(Tuner(PRIOR, free_guesses=True))
-    tuner.forget_route()
-    assert tuner.costs is None
+    before = tuner.without()
+    told = answer(200.0)
+    trace = tuple(replace(hop, peer=f"{place}" * 32) for place, hop in enumerate(told.output.trace))
+    tuner.answered(replace(told, output=replace(told.output, trace=trace), received_at=210.0))
+    assert tuner.without() < before / 9  # by that answer alone
 
 
 def test_a_session_begins_with_what_the_one_before_found_out_of_the_same_route() -> None:
