@@ -55,7 +55,7 @@ class Progress:
         """For `SwarmClient.connect(on_event=...)`."""
         if event.stage in (Stage.TRUSTED, Stage.REPAIRING):
             self.note(event.text)
-        elif event.stage is Stage.WAITING and not self._console.is_terminal:
+        elif event.stage in (Stage.WAITING, Stage.DRAFT) and not self._console.is_terminal:
             if event.text != self._waits_for:
                 self.note(event.text)
             self._waits_for = event.text
@@ -137,10 +137,11 @@ def _guessing(report: SpeculationReport | None) -> list[str]:
     if report is None:
         return []
     parts = []
+    without = f", {report.without:.1f} tokens/s without (estimated)" if report.without else ""
     if report.proposed:
         parts += [
             f"{report.accepted} of {report.proposed} guesses accepted ({report.draft}), "
-            f"{report.tokens_a_trip:.1f} tokens a trip, {report.without:.1f} tokens/s without (estimated)",
+            f"{report.tokens_a_trip:.1f} tokens a trip{without}",
             f"guesses a window: {_windows(report)}",
         ]
     if report.off:

@@ -48,6 +48,12 @@ def test_repairs_and_trust_are_always_said() -> None:
     assert screen.shown.getvalue() == "10.0.0.1:1 was taken on trust [really]\nanother route is needed\n"
 
 
+def test_a_file_learns_that_a_draft_is_loaded_before_the_seconds_that_it_takes() -> None:
+    screen = Screen(terminal=False)
+    screen.hear(Stage.DRAFT, "loading the draft small")
+    assert screen.shown.getvalue() == "loading the draft small\n"
+
+
 def test_a_message_in_the_middle_of_an_answer_begins_a_line() -> None:
     screen = Screen(terminal=True)
     screen.progress.write("The fox")
@@ -95,6 +101,7 @@ def test_the_line_after_an_answer_says_how_guessing_went_and_why_it_ended() -> N
     assert "7 of 9 guesses accepted (ngram), 2.5 tokens a trip, 12.0 tokens/s without (estimated)" in told(report)
     assert "guesses a window: ..., 3x2, 4, 0x2, 1, 2x2, 3" in told(report)
     assert "at the end" not in told(report)
+    assert "without" not in told(replace(report, without=0.0))  # nothing told it
     off = told(replace(report, proposed=0, accepted=0, windows=((1, 0, 1),), off="3% of the guesses were right"))
     assert "no guesses (ngram) at the end: 3% of the guesses were right" in off
     assert "accepted" not in off
