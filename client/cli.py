@@ -27,6 +27,7 @@ from client.options import (
     write_json,
 )
 from client.progress import Progress, describe
+from client.window import MOST_GUESSES
 from swarm import loops
 from swarm.errors import ConfigError, ContextExceeded, SwarmError
 
@@ -39,7 +40,8 @@ Penalty = Annotated[float, typer.Option(help="Over 1: tokens that are there alre
 Seed = Annotated[int | None, typer.Option(help="The same seed draws the same text.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeat it to name several.")]
 DraftTokens = Annotated[
-    int | None, typer.Option(help="Guess this many tokens a trip; left out, what is measured decides.")
+    int | None,
+    typer.Option(min=0, max=MOST_GUESSES, help="Guess this many tokens a trip; left out, what is measured decides."),
 ]
 System = Annotated[str | None, typer.Option(help="What the model is told before everything else.")]
 
@@ -151,8 +153,9 @@ def chat(
     # Between turns the loop stands still, so that input() has the terminal, its editing and Ctrl-C to itself.
     with Progress() as progress, loops.runner() as runner:
         client = runner.run(_connect(model, initial_peers, numerics, prefix_key, progress, chat_tokens=context))
-        session = client.session(config, system=system)
         try:
+            runner.run(client.load_draft(draft))  # a wrong one is said before anything is asked
+            session = client.session(config, system=system)
             _Conversation(session, runner, progress).run()
         finally:
             runner.run(client.close())

@@ -40,7 +40,10 @@ def test_what_is_wrong_is_one_line_and_an_exit_code(words: tuple[str, ...], code
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_wrong_context_is_told_by_the_name_of_its_option() -> None:
+def test_what_no_option_takes_is_told_by_its_name() -> None:
     done = swarm("chat", "toy", *HERE, "--context", "0")
     assert done.returncode == 2
     assert "--context" in done.stderr
+    done = swarm("chat", "toy", *HERE, "--draft-tokens", "33")
+    assert done.returncode == 2
+    assert "--draft-tokens" in done.stderr
