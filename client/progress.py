@@ -146,6 +146,8 @@ def _guessing(report: SpeculationReport | None) -> list[str]:
         ]
     if report.off:
         parts.append(f"no guesses ({report.draft}) at the end: {report.off}")
+    elif not report.proposed:
+        parts.append(f"no guesses ({report.draft})")
     return parts
 
 

@@ -105,6 +105,7 @@ def test_the_line_after_an_answer_says_how_guessing_went_and_why_it_ended() -> N
     off = told(replace(report, proposed=0, accepted=0, windows=((1, 0, 1),), off="3% of the guesses were right"))
     assert "no guesses (ngram) at the end: 3% of the guesses were right" in off
     assert "accepted" not in off
+    assert told(replace(report, proposed=0, accepted=0)).endswith("; no guesses (ngram)")  # it knew none
 
 
 METRICS = Metrics(
