@@ -130,6 +130,12 @@ class Pipeline:
         """The position after the last window under way; 0 where there is none."""
         return self._windows[-1].end if self._windows else 0
 
+    def furthest(self, length: int) -> int:
+        """The position up to which guesses may go after `length` known tokens: every hop can still forget them."""
+        static, circuit = self._manifest.static, self._circuit
+        unbounded = static is None or circuit is None or circuit.takes(self.max_tokens)
+        return self.max_tokens if static is None or unbounded else static.furthest(length)
+
     def describe_route(self) -> str:
         """The hops for a person; empty before the first step."""
         return str(self._circuit) if self._circuit else ""

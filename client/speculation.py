@@ -168,7 +168,7 @@ class Speculation:
         if self._read(guesser):
             return 0
         size = window.k + bool(self._pipeline.windows)
-        room = self._limit - len(self.known) - len(self._guesses)
+        room = self._furthest - len(self.known) - len(self._guesses)
         return max(min(size - self._unsent, room), 0)
 
     def _read(self, guesser: Guesser) -> bool:
@@ -179,6 +179,11 @@ class Speculation:
         if self._reading is None and guesser.draft.unread > _MUCH and not guesser.failure:
             self._reading = asyncio.create_task(guesser.read())
         return self._reading is not None
+
+    @property
+    def _furthest(self) -> int:
+        """No window reaches beyond this position now."""
+        return min(self._limit, self._pipeline.furthest(len(self.known)))
 
     @property
     def _unsent(self) -> int:
@@ -248,7 +253,7 @@ class Speculation:
             guesses = self._guesses[first : first + window.k + 1]
             if not guesses or not window.k:
                 return False
-        tokens = [*tokens, *guesses][: min(MAX_STEP_ROWS, self._limit - start)]
+        tokens = [*tokens, *guesses][: min(MAX_STEP_ROWS, max(self._furthest - start, 0))]
         if not tokens or not self._pipeline.send_ahead(start, tokens, self._sampling):
             return False
         self._proposed += len(tokens) - (under_way == 0)

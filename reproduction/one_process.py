@@ -13,6 +13,7 @@ from client.circuit import Answer
 from client.draft import common_prefix
 from swarm.engine.base import Engine, Step
 from swarm.errors import SwarmError
+from swarm.manifest import StaticSpec
 from swarm.sampling import Sampling, choose
 from swarm.wire.messages import Forward, HopTrace, Output
 
@@ -24,9 +25,16 @@ class EnginePipeline:
     asked for, unless it became void before."""
 
     def __init__(
-        self, engine: Engine, max_tokens: int, *, turns: int = 1, clock: Callable[[], float] = time.perf_counter
+        self,
+        engine: Engine,
+        max_tokens: int,
+        *,
+        turns: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+        static: StaticSpec | None = None,
     ) -> None:
-        """A trip takes so many `turns` of the event loop beside its compute."""
+        """A trip takes so many `turns` of the event loop beside its compute. `static` is what a static engine has."""
+        self._furthest = static.furthest if static is not None else lambda length: max_tokens
         self.most_windows = 0
         self.on_answer: Callable[[Answer], None] = lambda answer: None
         self._engine = engine
@@ -44,6 +52,9 @@ class EnginePipeline:
     @property
     def line_end(self) -> int:
         return self._sent[-1][0] + len(self._sent[-1][1]) if self._sent else 0
+
+    def furthest(self, length: int) -> int:
+        return self._furthest(length)
 
     def send_ahead(self, start: int, tokens: Sequence[int], sampling: Sampling) -> bool:
         assert start == (self.line_end or start)

@@ -124,6 +124,10 @@ class StaticSpec:
         """Positions that a session's cache has room for."""
         return self.context + self.rewind
 
+    def furthest(self, length: int) -> int:
+        """The position up to which guesses may go after a text of `length` tokens, for all of them to be forgotten."""
+        return max(self.slots, length + self.rewind)
+
     @property
     def widths(self) -> dict[str, int]:
         """The kinds of graph, and how many tokens each takes at a time."""

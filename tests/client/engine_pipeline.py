@@ -12,15 +12,16 @@ from client.speculation import Guesser, Speculation
 from client.tuner import Prior, Tuner
 from reproduction.one_process import EnginePipeline as RealTimePipeline
 from swarm.engine.base import Engine
+from swarm.manifest import StaticSpec
 from swarm.sampling import Sampling
 
 
 class EnginePipeline(RealTimePipeline):
     """Each look at its clock is 10 ms after the one before: what is chosen does not depend on this machine's load."""
 
-    def __init__(self, engine: Engine, max_tokens: int, *, turns: int = 1) -> None:
+    def __init__(self, engine: Engine, max_tokens: int, *, turns: int = 1, static: StaticSpec | None = None) -> None:
         ticks = itertools.count()
-        super().__init__(engine, max_tokens, turns=turns, clock=lambda: next(ticks) * 0.01)
+        super().__init__(engine, max_tokens, turns=turns, clock=lambda: next(ticks) * 0.01, static=static)
 
 
 async def write(

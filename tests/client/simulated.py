@@ -87,6 +87,9 @@ class SimulatedPipeline:
     def line_end(self) -> int:
         return self._windows[-1].start + len(self._windows[-1].tokens) if self._windows else 0
 
+    def furthest(self, length: int) -> int:
+        return 1 << 20
+
     def send_ahead(self, start: int, tokens: Sequence[int], sampling: Sampling) -> bool:
         self._send(_Step(start, tuple(tokens), len(tokens), self._loop.time()))
         return True

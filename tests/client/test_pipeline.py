@@ -26,6 +26,7 @@ from swarm.errors import (
     UnknownModel,
     UnknownSession,
 )
+from swarm.manifest import StaticSpec
 from swarm.sampling import Sampling
 from swarm.wire.messages import Forward, Hello, Hidden, OpenSession, Output
 from tests.client.scripted import ScriptedPeer, toy_text
@@ -586,6 +587,19 @@ def test_sessions_do_not_disturb_each_other(prompt: list[int]) -> None:
         assert texts == [toy_text(one, COUNT) for one in prompts]
         await asyncio.gather(*(pipeline.close() for pipeline in pipelines))
         assert world.swarm.open_sessions == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize(("attends_to", "furthest"), [(0, (60, 60)), (20, (24, 44)), (60, (60, 60))])
+def test_guesses_are_bounded_where_a_hop_of_the_route_slides(attends_to: int, furthest: tuple[int, int]) -> None:
+    async def test(world: World) -> None:
+        await world.swarm.add("a", "0:6", attends_to=attends_to)
+        world.swarm.manifest.__dict__["static"] = StaticSpec(context=20, chunk=8, sinks=2, rewind=4)
+        pipeline = world.pipeline(60)
+        await pipeline.advance([1, 2, 3], Sampling())
+        assert (pipeline.furthest(3), pipeline.furthest(40)) == furthest
+        await pipeline.close()
 
     run(test)
 

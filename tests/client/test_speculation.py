@@ -16,8 +16,9 @@ from client.draft import Draft, NgramDraft
 from reproduction.scripted_draft import ScriptedDraft
 from swarm.engine.base import Engine, Step, StepResult
 from swarm.engine.compose import open_engine
+from swarm.engine.static import open_static_engine
 from swarm.errors import EngineError, PeerFailed
-from swarm.manifest import load_manifest
+from swarm.manifest import StaticSpec, load_manifest
 from swarm.sampling import Sampling, probabilities
 from swarm.spans import LayerRange
 from tests.client.engine_pipeline import EnginePipeline, write
@@ -115,6 +116,25 @@ def test_a_real_graph_writes_the_same_past_its_sliding_window(
     report = speculation.report()
     assert report is not None
     assert 0 < report.accepted < report.proposed
+
+
+def test_guesses_go_no_further_than_a_static_graph_can_forget(tiny_static_packages: Mapping[str, Path]) -> None:
+    package = tiny_static_packages["llama"]
+    manifest = load_manifest(package)
+    engine = open_static_engine(package, manifest, manifest.span)
+    count, prompt = 70, list(range(3, 20))
+    assert manifest.static is not None
+    assert len(prompt) + count > manifest.static.slots
+    text = plain_text(engine, prompt, count)
+
+    def written(static: StaticSpec | None) -> list[int]:
+        pipeline = EnginePipeline(engine, len(prompt) + count, static=static)
+        draft = ScriptedDraft([*prompt, *text], errors=0.3)
+        return asyncio.run(write(pipeline, prompt, count, draft, k=28, depth=1))[0]
+
+    assert written(manifest.static) == text
+    with pytest.raises(AssertionError, match="no longer cached"):
+        written(None)
 
 
 def test_sampled_texts_keep_their_distribution(tiny_packages: Mapping[str, Path]) -> None:
