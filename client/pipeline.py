@@ -243,9 +243,12 @@ class Pipeline:
             position = len(known)
         else:
             self.forget_windows()
+        # a text may have outgrown a hop that reads it anew: it takes no more at once than it attends to
+        narrow = (hop.plan.record.attends_to for hop in circuit.hops)
+        size = min(self._config.chunk_tokens, *filter(None, narrow), len(known))
         while True:
             while position < len(known) and circuit.in_flight < self._config.chunks_in_flight:
-                tokens = tuple(known[position : position + self._config.chunk_tokens])
+                tokens = tuple(known[position : position + size])
                 is_last = position + len(tokens) == len(known)
                 if is_last:
                     self._windows.append(_Window(circuit, position, tokens, sampling))

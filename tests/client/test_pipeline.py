@@ -591,6 +591,19 @@ def test_sessions_do_not_disturb_each_other(prompt: list[int]) -> None:
     run(test)
 
 
+def test_a_text_that_outgrew_its_next_peer_is_read_in_steps_that_it_takes(prompt: list[int]) -> None:
+    async def test(world: World) -> None:
+        first = await world.swarm.add("first", "0:6")
+        next_ = await world.swarm.add("next", "0:6", layer_time_s=0.01, attends_to=5)
+        first.on_step = at_step(9, first.die)
+        pipeline = world.pipeline()
+        assert await world.write(pipeline, prompt[:4], COUNT) == toy_text(prompt[:4], COUNT)
+        assert max(len(step.tokens) for step in next_.steps) == 5 < world.config.chunk_tokens
+        await pipeline.close()
+
+    run(test)
+
+
 @pytest.mark.parametrize(("attends_to", "furthest"), [(0, (60, 60)), (20, (24, 44)), (60, (60, 60))])
 def test_guesses_are_bounded_where_a_hop_of_the_route_slides(attends_to: int, furthest: tuple[int, int]) -> None:
     async def test(world: World) -> None:
