@@ -267,10 +267,13 @@ class Node:
     async def close(self) -> None:
         """The daemon is dead afterwards, even where this is cancelled."""
         self._dht.is_alive = False
+        control = self._p2p._client.control
         try:
             await self._p2p.shutdown()  # hivemind's side: its tasks and its sockets
         finally:
             await self.daemon.stop()
+        # a daemon that died may have reset the connection that they read from, which is nobody's news
+        await asyncio.gather(control._read_task, control._write_task, return_exceptions=True)
 
     async def _walk(self, key: Any) -> tuple[list[Any], list[Any]]:
         """Kademlia's look-up: the libp2p ids of the nearest nodes that answered, nearest first, and what they hold.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import os
@@ -216,6 +217,29 @@ def test_a_daemon_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
             await directory.close()
 
     run(test())
+
+
+def test_a_daemon_that_resets_its_connection_leaves_nothing_on_the_screen() -> None:
+    """It does so where it dies with something unread; hivemind's reader then fails with nobody to hear it."""
+    printed: list[dict[str, Any]] = []
+
+    async def test() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: printed.append(context))
+        directory = await start()
+        assert directory._node is not None
+        assert directory.daemon_pid is not None
+        client = directory._node._p2p._client
+        os.kill(directory.daemon_pid, signal.SIGSTOP)
+        unread = asyncio.create_task(client.add_unary_handler("of nobody", None))
+        await asyncio.sleep(0.05)
+        os.kill(directory.daemon_pid, signal.SIGKILL)
+        await asyncio.wait({client.control._read_task})
+        unread.cancel()
+        await directory.close()
+
+    run(test())
+    gc.collect()
+    assert printed == []
 
 
 def test_close_ends_a_daemon_that_hangs_even_when_it_is_cancelled() -> None:
