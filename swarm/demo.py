@@ -183,10 +183,10 @@ def _log_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="swarm-demo-"))
     try:
         yield folder
-    except Exception:
-        raise
-    except BaseException:  # an interrupt is no failure
-        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException as error:
+        # an interrupt is no failure, nor is a reader of stdout that has enough
+        if not isinstance(error, Exception) or isinstance(error, BrokenPipeError):
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
 
