@@ -5,14 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from client.config import GenerationConfig
 from client.generate import Piece, Reply, collect
 from client.text import Message
+from swarm.errors import LocalProtocolError
 
 Answering = Callable[[Sequence[Message], GenerationConfig], AsyncGenerator[Piece, None]]
+
+
+@dataclass(eq=False)
+class _Turn:
+    """An answer that is not over. `waits`: its reader has a piece and has not asked for the next one. `kept`: it
+    goes into the conversation."""
+
+    pieces: AsyncGenerator[Piece, None]
+    asked: list[Message]
+    said: list[str] = field(default_factory=list)
+    waits: bool = False
+    kept: bool = True
 
 
 class ChatSession:
@@ -40,6 +54,7 @@ class ChatSession:
         self._config = config
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._system)
+        self._turn: _Turn | None = None
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -59,26 +74,55 @@ class ChatSession:
     async def stream(self, text: str, config: GenerationConfig | None = None) -> AsyncGenerator[Piece, None]:
         """Say `text`; the answer piece by piece.
 
-        An answer that its reader breaks off stays in the conversation as far as it came. One that fails (the
-        errors of `SwarmClient.generate`) takes its question with it: the turn can be tried again.
+        An answer that its reader breaks off stays in the conversation as far as it came; the next message breaks it
+        off too, and a reader that goes on with it then gets LocalProtocolError, as does a message while an answer is
+        waited for. One that fails (the errors of `SwarmClient.generate`) takes its question with it: the turn can
+        be tried again.
         """
-        asked = [*self._messages, {"role": "user", "content": text}]
-        said: list[str] = []
+        await self._break_off()
+        asked: list[Message] = [*self._messages, {"role": "user", "content": text}]
         pieces = self._answering(asked, config or self._config)
+        turn = self._turn = _Turn(pieces, asked)
         try:
             async with contextlib.aclosing(pieces):
                 async for piece in pieces:
-                    said.append(piece.text)
+                    turn.said.append(piece.text)
                     if piece.finish_reason is not None:
-                        self._messages = [*asked, _assistant(said)]
+                        self._keep(turn)
+                    turn.waits = True
                     yield piece
+                    turn.waits = False
+            if self._turn is not turn:
+                raise LocalProtocolError("this answer was broken off by what came after it in the conversation")
         except (GeneratorExit, asyncio.CancelledError):
-            if any(said):
-                self._messages = [*asked, _assistant(said)]
+            if any(turn.said):
+                self._keep(turn)
             raise
+        finally:
+            if self._turn is turn:
+                self._turn = None
+
+    async def _break_off(self) -> None:
+        """End an answer whose reader left it as it was: `break` alone closes a generator only some time later."""
+        turn = self._turn
+        if turn is None:
+            return
+        if not turn.waits:
+            raise LocalProtocolError("this session is still answering: one message at a time")
+        if any(turn.said):
+            self._keep(turn)
+        self._turn = None
+        await turn.pieces.aclose()
+
+    def _keep(self, turn: _Turn) -> None:
+        """Take what was said so far into the conversation, unless that has gone on."""
+        if turn is self._turn and turn.kept:
+            self._messages = [*turn.asked, {"role": "assistant", "content": "".join(turn.said)}]
 
     def reset(self) -> None:
         """Forget the conversation. The peers' caches are overwritten by the next turn."""
+        if self._turn is not None:
+            self._turn.kept = False
         self._messages = list(self._system)
 
     async def close(self) -> None:
@@ -92,7 +136,3 @@ class ChatSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-
-def _assistant(said: Sequence[str]) -> Message:
-    return {"role": "assistant", "content": "".join(said)}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import io
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -84,7 +85,7 @@ def generate(
     )
     if raw and system is not None:
         raise ConfigError("--system belongs to a chat template, and --raw uses none: leave one of them out")
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _stdin().read() if prompt == "-" else prompt
     asked: str | list[dict[str, str]] = text
     if system is not None:
         asked = [{"role": "system", "content": system}, {"role": "user", "content": text}]
@@ -168,7 +169,7 @@ class _Conversation:
         self._session = session
         self._runner = runner
         self._progress = progress
-        self._interactive = sys.stdin.isatty()
+        self._interactive = _stdin().isatty()
         self._interrupted = False
 
     def run(self) -> None:
@@ -239,6 +240,13 @@ async def _connect(
         config = dataclasses.replace(config, prefix_key=prefix_key)
     addresses = parse_initial_peers(initial_peers)
     return await SwarmClient.connect(model, initial_peers=addresses, config=config, on_event=progress.hear)
+
+
+def _stdin() -> TextIO:
+    """Whatever bytes come: those that are no text are named where the prompt is looked at, and a chat goes on."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    return sys.stdin
 
 
 async def _shown(pieces: AsyncIterator[Piece], progress: Progress) -> AsyncIterator[Piece]:

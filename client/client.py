@@ -7,14 +7,15 @@ import contextlib
 import itertools
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
 
 from client.chat import ChatSession
-from client.config import ClientConfig, GenerationConfig
+from client.config import ClientConfig, GenerationConfig, whole
 from client.drafts import Drafts, SessionDrafts
 from client.events import Event, OnEvent, Stage, unheard
 from client.generate import Piece, Task, generate
@@ -24,7 +25,16 @@ from client.pipeline import Pipeline
 from client.planner import Planner
 from client.text import Codec, Message, Tokenizer
 from swarm.address import Address
-from swarm.errors import ConfigError, NotCovered, PackageError, PeerError, RemoteProtocolError, RouteError, SwarmError
+from swarm.errors import (
+    ConfigError,
+    LocalProtocolError,
+    NotCovered,
+    PackageError,
+    PeerError,
+    RemoteProtocolError,
+    RouteError,
+    SwarmError,
+)
 from swarm.fetch import fetch_manifest, fetch_parts
 from swarm.greeting import client_hello
 from swarm.manifest import TOKENIZER, Manifest, check_files, load_manifest, package_folder
@@ -87,13 +97,14 @@ class SwarmClient:
         self._drafts = Drafts(manifest, config=config, on_event=on_event, clock=clock)
         self._open: dict[Pipeline, _Open] = {}
         self._numbers = itertools.count(1)
+        self._closed = False
 
     @classmethod
     async def connect(
         cls,
         model: str | Path,
         *,
-        initial_peers: Sequence[str | Address],
+        initial_peers: Sequence[str | Address] | str | Address,
         config: ClientConfig | None = None,
         on_event: OnEvent = unheard,
         clock: Callable[[], float] = time.monotonic,
@@ -108,7 +119,8 @@ class SwarmClient:
         """
         config = config or ClientConfig()
         rng = rng or random.SystemRandom()
-        addresses = [peer if isinstance(peer, Address) else Address.parse(peer) for peer in initial_peers]
+        given = [initial_peers] if isinstance(initial_peers, (str, Address)) else initial_peers
+        addresses = [peer if isinstance(peer, Address) else Address.parse(peer) for peer in given]
         async with contextlib.AsyncExitStack() as stack:
             directory = PeerDirectory(addresses, hello=client_hello(), timeout=config.connect_timeout_s, clock=wall)
             stack.push_async_callback(directory.close)
@@ -176,8 +188,10 @@ class SwarmClient:
         """A conversation whose KV cache stays on the peers between turns; close it, or use `async with`.
 
         `config` is the turns' default. `max_tokens` of context (`ClientConfig.chat_tokens` by default) are
-        reserved on each peer.
+        reserved on each peer. Raises ConfigError where that is no number of them.
         """
+        if max_tokens is not None:
+            whole("max_tokens", max_tokens, 2, 1 << 31)
         pipeline = self._pipeline(max_tokens or self._config.chat_tokens)
         return ChatSession(
             answering=lambda messages, chosen: self._answer(
@@ -193,7 +207,10 @@ class SwarmClient:
         """The ids that are computed for a prompt. A text becomes a user's message unless `raw`, or unless the
         model knows no chat. Ids are taken as they are; ConfigError names one that the model does not have."""
         if not isinstance(prompt, str):
-            if ids := [token for token in prompt if isinstance(token, int)]:
+            if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__iter__"):
+                raise ConfigError(f"the prompt is {prompt!r:.100}; it must be a text, messages, or token ids")
+            # numpy's whole numbers too, as tokenizers give them; `True` is none
+            if ids := [int(token) for token in prompt if isinstance(token, Integral) and not isinstance(token, bool)]:
                 return self._checked(ids, len(prompt))
             return self.tokenizer.chat(cast(Sequence[Message], prompt))
         if raw or not self.tokenizer.has_chat_template:
@@ -225,6 +242,7 @@ class SwarmClient:
 
     async def close(self) -> None:
         """End every generation and chat, and all connections. Idempotent, bounded."""
+        self._closed = True
         await asyncio.gather(*(self._give_back(pipeline) for pipeline in list(self._open)))
         await self._drafts.close()
         await self._resources.aclose()
@@ -238,6 +256,8 @@ class SwarmClient:
         await self.close()
 
     def _pipeline(self, max_tokens: int) -> Pipeline:
+        if self._closed:
+            raise LocalProtocolError("this client is closed: connect another one")
         pipeline = Pipeline(
             planner=self._planner,
             manifest=self.manifest,

@@ -86,12 +86,12 @@ class GenerationConfig(_Named):
     draft_windows: int | None = None
 
     def __post_init__(self) -> None:
-        _whole("max_new_tokens", self.max_new_tokens, 1, 1 << 31)
-        _whole("max_ngram_size", self.max_ngram_size, 1, 16)
+        whole("max_new_tokens", self.max_new_tokens, 1, 1 << 31)
+        whole("max_ngram_size", self.max_ngram_size, 1, 16)
         if self.num_assistant_tokens is not None:
-            _whole("num_assistant_tokens", self.num_assistant_tokens, 0, MOST_GUESSES)
+            whole("num_assistant_tokens", self.num_assistant_tokens, 0, MOST_GUESSES)
         if self.draft_windows is not None:
-            _whole("draft_windows", self.draft_windows, 1, MOST_WINDOWS)
+            whole("draft_windows", self.draft_windows, 1, MOST_WINDOWS)
         if not isinstance(self.draft, (str, Path)) or not str(self.draft):
             raise ConfigError(f"draft is {self.draft!r}; it must be auto, ngram, off or a model package's directory")
         for name in ("do_sample", "ignore_eos"):
@@ -199,11 +199,11 @@ class ClientConfig(_Named):
     cache_dir: Path = field(default_factory=cache_folder)
 
     def __post_init__(self) -> None:
-        _whole("chunk_tokens", self.chunk_tokens, 1, MAX_STEP_TOKENS)
-        _whole("chunks_in_flight", self.chunks_in_flight, 1, 16)
-        _whole("chat_tokens", self.chat_tokens, 2, 1 << 31)
-        _whole("max_repairs", self.max_repairs, 0, 1 << 20)
-        _whole("draft_threads", self.draft_threads, 0, 4096)
+        whole("chunk_tokens", self.chunk_tokens, 1, MAX_STEP_TOKENS)
+        whole("chunks_in_flight", self.chunks_in_flight, 1, 16)
+        whole("chat_tokens", self.chat_tokens, 2, 1 << 31)
+        whole("max_repairs", self.max_repairs, 0, 1 << 20)
+        whole("draft_threads", self.draft_threads, 0, 4096)
         if self.draft_engine not in ENGINE_CHOICES:
             raise ConfigError(f"draft_engine is {self.draft_engine!r}; it must be {', '.join(ENGINE_CHOICES)}")
         if self.dtype not in HIDDEN_DTYPES:
@@ -247,7 +247,8 @@ def _tuple(name: str, given: Any) -> tuple[Any, ...]:
         raise ConfigError(f"{name} is {given!r}; it must be a list") from error
 
 
-def _whole(name: str, value: object, low: int, high: int) -> None:
+def whole(name: str, value: object, low: int, high: int) -> None:
+    """Raises ConfigError that names the field, unless `value` is a whole number in the bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
 

@@ -39,10 +39,7 @@ from swarm.peers import PeerDirectory, find_peers, served_models, told_on_trust
 from swarm.records import model_records
 from swarm.routes import Objective
 
-_HIDDEN_BYTES = 4  # f32, the default on the wire
-_ASSUMED_HIDDEN_SIZE = 4096
 _MOST_MODELS = 64
-_ASKED_FOR_MANIFEST = 3
 _OTHERS_FAULT = (DirectoryError, PeerError, RemoteProtocolError)
 
 

@@ -292,18 +292,21 @@ def picture_models(models: Sequence[ModelView]) -> RenderableType:
 
     "a layer" and "a token" of its cache are what they take in the memory of a peer in accuracy.
     """
-    table = _table("model", "digest", "weights", "licence")
+    table = _table()
+    table.add_column("model", overflow="ellipsis")  # it may be cut; what cannot is no use when it is
+    for title, cells in (("digest", 12), ("weights", 7)):
+        table.add_column(title, no_wrap=True, overflow="ellipsis", min_width=cells)
     for title in ("layers", "peers", "a layer", "a token"):
-        table.add_column(title, justify="right", no_wrap=True)
+        table.add_column(title, justify="right", no_wrap=True, min_width=len(title))
     notes = Table.grid(padding=(0, 2))
     for view in models:
         model = view.model
         name = _short(model.name, 28)
-        facts = (model.digest[:12], _short(model.weights, 10), _short(model.licence, 14))
+        facts = (model.digest[:12], _short(model.weights, 10))
         layers = Text(f"{view.layers_covered}/{model.layers}", _GAP_STYLE if view.missing else "green")
         row = (layers, Text(str(view.peers)), Text(in_words(view.layer_memory)), Text(in_words(view.kv_token_memory)))
         table.add_row(Text(name, "bold"), *map(Text, facts), *row)
-        notes.add_row(Text(name), Text(f"from {model.source}", "dim"))
+        notes.add_row(Text(name), Text(f"licence {_short(model.licence, 30)}, from {model.source}", "dim"))
         if view.missing:
             notes.add_row("", Text(f"nobody serves layers {', '.join(map(str, view.missing))}", _GAP_STYLE))
     legend = Text("a layer, and a token of a layer's cache: the memory that they take on a peer in accuracy", "dim")

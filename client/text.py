@@ -74,6 +74,7 @@ class Tokenizer:
 
         Raises ConfigError where it is no valid Unicode, ContextExceeded where it is longer than the tokenizer takes.
         """
+        _check_unicode("the prompt", text)
         ids = self._ids(text, special)
         # a tokenizer cuts what is over its limit without a word: then a longer text has as many ids
         if len(ids) >= _NEVER_CUT and len(self._ids(text + _LONGER, special)) <= len(ids):
@@ -89,6 +90,7 @@ class Tokenizer:
             for name in ("role", "content"):
                 if not isinstance(message.get(name) if isinstance(message, Mapping) else None, str):
                     raise ConfigError(f"message {place} has no {name}; write {{'role': 'user', 'content': '...'}}")
+            _check_unicode(f"message {place}", message["content"])
         if not messages:
             raise ConfigError("there is no message")
         if not self.has_chat_template:
@@ -109,6 +111,15 @@ class Tokenizer:
         except (TypeError, UnicodeError, RuntimeError) as error:
             raise ConfigError(f"the prompt cannot be tokenized: {_reason(error)}") from error
         return [int(token) for token in tokens.data[0]]
+
+
+def _check_unicode(what: str, text: str) -> None:
+    """Raises ConfigError where there are halves of characters in it, as Python reads bytes that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        around = text[max(0, error.start - 10) : error.start + 10]
+        raise ConfigError(f"{what} is no text at character {error.start} ({around!r}): give it as UTF-8") from error
 
 
 def _reason(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,6 +64,12 @@ def _convert(path: Path, architecture: str, scratch: Path) -> None:
             + (": it needs about three times the file's size in memory" if name == "SIGKILL" else "")
         )
     if done.returncode or not (scratch / IR_NAME).is_file():
+        free, size = shutil.disk_usage(scratch).free, path.stat().st_size
+        if free < size:  # what is said then is of a stream, and nothing is wrong with the model
+            raise PackageError(
+                f"converting {path} failed: the disk of {scratch.parent.parent} has {free / 1e6:,.0f} MB free, and it "
+                f"writes {size / 1e6:,.0f} MB: make room, or export to another disk"
+            )
         raise UnsupportedModel(
             f"openvino_genai cannot convert {path} (architecture {architecture}): {last_line(done.stderr)}"
         )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
@@ -158,15 +160,19 @@ class ConsoleReport:
         self._as_json = as_json
 
     def phase(self, phase: str, text: str, /, **facts: object) -> None:
-        self._console.print(text, soft_wrap=True, style="bold" if phase == "announced" else None)
-        if self._as_json:
-            typer.echo(json.dumps({"phase": phase, **facts}))
-        elif phase == "announced":
-            self._console.print("others join with --initial-peer and this address:", style="dim")
-            typer.echo(str(facts["address"]))
+        with _read_or_not(sys.stderr):
+            self._console.print(text, soft_wrap=True, style="bold" if phase == "announced" else None)
+            if phase == "announced" and not self._as_json:
+                self._console.print("others join with --initial-peer and this address:", style="dim")
+        with _read_or_not(sys.stdout):
+            if self._as_json:
+                typer.echo(json.dumps({"phase": phase, **facts}))
+            elif phase == "announced":
+                typer.echo(str(facts["address"]))
 
     def say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True, style="yellow")
+        with _read_or_not(sys.stderr):
+            self._console.print(text, soft_wrap=True, style="yellow")
 
     @contextmanager
     def bar(self, text: str) -> Iterator[Hear]:
@@ -180,6 +186,20 @@ class ConsoleReport:
         ) as progress:
             task = progress.add_task(text, total=None)
             yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@contextmanager
+def _read_or_not(stream: TextIO) -> Iterator[None]:
+    """That nobody reads it any more (`swarm join --json | grep -m1 announced`, a terminal that was closed, a full
+    disk) is no reason for a peer to end: what follows goes nowhere, and it still leaves as it should."""
+    try:
+        yield
+    except (OSError, SystemExit):  # rich's word for a closed pipe is an exit
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, stream.fileno())
+        finally:
+            os.close(nowhere)
 
 
 def _run(config: JoinConfig, *, as_json: bool, verbose: int) -> None:

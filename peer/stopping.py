@@ -1,7 +1,8 @@
 """What Ctrl-C means to a peer: once, leave; again, leave at once; a third time, drop everything.
 
-SIGTERM means the same. Where something cannot be interrupted (a graph that compiles), the process ends
-after a few seconds anyway: its children are tied to it, and the system frees its port.
+SIGTERM means the same, and so does a terminal that is closed (SIGHUP, which `nohup` has ignored). Where something
+cannot be interrupted (a graph that compiles), the process ends after a few seconds anyway: its children are tied
+to it, and the system frees its port.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ class Stop:
     def on_signals(self) -> Iterator[None]:
         """Listen to the signals while the block runs."""
         loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
+        # a shell that starts a job in the background has it ignore SIGINT, and means nothing by that
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        heard = _SIGNALS if ignored else (*_SIGNALS, signal.SIGHUP)
+        for number in heard:
             loop.add_signal_handler(number, self.signal)
         try:
             yield
         finally:
-            for number in _SIGNALS:
+            for number in heard:
                 loop.remove_signal_handler(number)
 
     def signal(self) -> None:

@@ -7,8 +7,11 @@ code; anything else is a bug of this program, whose traceback goes to a file.
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import signal
+import sys
 import traceback
 from collections.abc import Sequence
 from datetime import datetime
@@ -19,11 +22,13 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from swarm import __version__, telemetry
-from swarm.errors import SwarmError, first_error
+from swarm.errors import PackageError, SwarmError, first_error
 from swarm.folders import state_folder
 
 INTERRUPTED = 130
 BUG = 70
+_NO_BUG = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+"""What is wrong with a disk, or with the file that stdout goes to."""
 
 COMMANDS = {
     "demo": ("swarm.demo:demo", "The main job on this one machine: three peers, one answer, where its time went."),
@@ -102,6 +107,9 @@ class SwarmGroup(TyperGroup):
         raise typer.Exit(error.exit_code) from raised
 
     def _bug(self, ctx: Any, error: BaseException) -> NoReturn:
+        first = first_error(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(first, OSError) and first.errno in _NO_BUG:
+            self._give_up(ctx, error, PackageError(f"nothing can be written: {first}; make room, or write elsewhere"))
         said = " ".join(f"{type(error).__name__}: {error}".split())
         if ctx.params.get("debug"):
             traceback.print_exception(error)
@@ -143,9 +151,22 @@ def _swarm(
     """A large language model served by a handful of AI PCs, a few layers each."""
 
 
+def _open_standard_streams() -> None:
+    """Where the caller has closed one (`<&-`), the first sockets would take its place: libuv ends the process then."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit with its code: `sys.argv` where no `arguments` are given."""
     telemetry.switch_off()
+    _open_standard_streams()
     try:
         typer.main.get_command(app).main(args=arguments, prog_name="swarm")
     finally:

@@ -132,6 +132,8 @@ def prepare_package(console: Console) -> Path:
     with _bar(console) as report:
         gguf = fetch_demo_model(cache_folder(), report)
     package = cache_folder() / "demo" / f"{gguf.stem}-{sha256_of(gguf)[:12]}-{__version__}"
+    if _is_whole(package):
+        return package  # a cache that others filled may be read-only
     with locked(package):  # two demos at once export once
         if not _is_whole(package):
             from export.package import export_package  # loads OpenVINO, which later runs need not wait for
@@ -181,10 +183,10 @@ def _log_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="swarm-demo-"))
     try:
         yield folder
-    except Exception:
-        raise
-    except BaseException:  # an interrupt is no failure
-        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException as error:
+        # an interrupt is no failure, nor is a reader of stdout that has enough
+        if not isinstance(error, Exception) or isinstance(error, BrokenPipeError):
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -143,7 +143,7 @@ def check_devices() -> Iterator[Finding]:
                 level=Level.WARN,
                 topic="device",
                 text=text,
-                advice="spans need dynamic shapes and a KV cache in the graph, which NPUs lack: use CPU or GPU",
+                advice="it serves static graphs only: export with --static CONTEXT, join with --precision performance",
                 values=values,
             )
         else:

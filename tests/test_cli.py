@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import subprocess
 import sys
@@ -24,6 +25,7 @@ def raising(kind: str) -> None:
         "ours": NotCovered("nobody serves the layers 3:7; start a peer", [(3, 7)]),
         "several": ExceptionGroup("tasks", [ExceptionGroup("inner", [ContextExceeded("too long by 3 tokens")])]),
         "mixed": ExceptionGroup("tasks", [ConfigError("not shown"), ZeroDivisionError("division\nby zero")]),
+        "disk": ExceptionGroup("tasks", [OSError(errno.ENOSPC, "No space left on device")]),
         "bug": ZeroDivisionError("division\nby zero"),
         "interrupt": KeyboardInterrupt(),
         "exit": typer.Exit(9),
@@ -62,6 +64,13 @@ def test_an_error_of_ours_is_one_line_and_its_exit_code(state: Path) -> None:
 def test_errors_of_several_tasks_are_told_as_the_first(state: Path) -> None:
     result = invoke("raising", "several")
     assert (result.exit_code, result.stderr) == (8, "error: too long by 3 tokens\n")
+
+
+def test_a_full_disk_is_no_bug(state: Path) -> None:
+    result = invoke("raising", "disk")
+    said = "error: nothing can be written: [Errno 28] No space left on device; make room, or write elsewhere\n"
+    assert (result.exit_code, result.stderr) == (4, said)
+    assert not state.exists()
 
 
 @pytest.mark.parametrize("kind", ["bug", "mixed"])
@@ -146,6 +155,15 @@ def test_output_into_a_closed_pipe_is_no_bug() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
     assert "bug" not in done.stderr
+
+
+def test_streams_that_the_caller_closed_stay_free_of_sockets() -> None:
+    """Neither an abort of the event loop's library, nor a bug where stdin is read."""
+    words = "generate toy - --initial-peer 127.0.0.1:9"
+    command = f"{sys.executable} -m swarm {words} <&- >&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 7
+    assert done.stderr.startswith("error: no peer of the swarm can be reached")
 
 
 def test_errors_have_exit_codes_that_the_readme_lists() -> None:

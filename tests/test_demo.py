@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
 
 from client.options import messages
-from swarm.demo import GRID, PROMPT, show_prompt
+from swarm import __version__
+from swarm.demo import GRID, PROMPT, _log_folder, prepare_package, show_prompt
+from swarm.demomodel import SHA256
 from swarm.manifest import load_manifest
 from tests.conftest import ChatIds, GreedyReference
 from tests.export.test_package import contents
@@ -58,6 +62,30 @@ def test_more_peers_than_the_grid_allows_are_refused(smollm2_gguf: Path) -> None
     done = run_swarm("demo", "--peers", "9")
     assert done.returncode == 2
     assert done.stderr.splitlines()[0].startswith("error: 9 peers")  # before anything else is done
+
+
+@pytest.mark.parametrize(("error", "kept"), [(ValueError, True), (BrokenPipeError, False), (KeyboardInterrupt, False)])
+def test_logs_are_kept_where_something_failed(error: type[BaseException], kept: bool) -> None:
+    with pytest.raises(error), _log_folder() as folder:
+        raise error
+    assert folder.exists() == kept
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_filled_cache_is_used_although_nothing_can_be_written_there(
+    smollm2_gguf: Path, smollm2_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWARM_DEMO_MODEL", str(smollm2_gguf))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    place = tmp_path / "aipc-swarm" / "demo" / f"{smollm2_gguf.stem}-{SHA256[:12]}-{__version__}"
+    place.parent.mkdir(parents=True)
+    place.symlink_to(smollm2_package)
+
+    def refused(_: Path) -> NoReturn:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("swarm.demo.locked", refused)
+    assert prepare_package(messages()) == place
 
 
 def test_the_grid_that_the_demo_reckons_with_is_the_models(smollm2_package: Path) -> None:

@@ -95,6 +95,59 @@ def test_an_answer_that_is_broken_off_stays_as_far_as_it_came() -> None:
     run(test)
 
 
+def test_the_next_message_breaks_off_an_answer_whose_reader_has_left_it() -> None:
+    """`break` closes a generator only when the loop comes to it: the next message may be there before."""
+
+    async def test(world: World) -> None:
+        await world.three()
+        async with world.client().session(SHORT) as chat:
+            left = chat.stream("Hello")
+            text = (await anext(left)).text
+            asked = world.client().encode(
+                [
+                    {"role": "user", "content": "Hello"},
+                    {"role": "assistant", "content": text},
+                    {"role": "user", "content": "Go on"},
+                ]
+            )
+            assert list((await chat.send("Go on")).token_ids) == toy_text(asked, 6)
+            conversation = chat.messages
+            with pytest.raises(LocalProtocolError, match="broken off"):
+                await anext(left)
+            assert chat.messages == conversation
+            assert [message["role"] for message in conversation] == ["user", "assistant", "user", "assistant"]
+
+    run(test)
+
+
+def test_a_message_while_an_answer_is_waited_for_is_refused_and_the_answer_comes() -> None:
+    async def test(world: World) -> None:
+        await world.three()
+        async with world.client().session(SHORT) as chat:
+            sending = asyncio.create_task(chat.send("Hello"))
+            await asyncio.sleep(0)
+            with pytest.raises(LocalProtocolError, match="still answering"):
+                await chat.send("Again")
+            assert [*(await sending).token_ids] == toy_text(
+                ToyTokenizer().chat([{"role": "user", "content": "Hello"}]), 6
+            )
+            assert len(chat.messages) == 2
+
+    run(test)
+
+
+def test_what_was_under_way_at_a_reset_is_forgotten_too() -> None:
+    async def test(world: World) -> None:
+        await world.three()
+        async with world.client().session(SHORT) as chat:
+            async with aclosing(chat.stream("Hello")) as pieces:
+                await anext(pieces)
+                chat.reset()
+            assert chat.messages == ()
+
+    run(test)
+
+
 def test_a_cancelled_answer_stays_too() -> None:
     async def test(world: World) -> None:
         await world.three()

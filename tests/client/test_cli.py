@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from client.cli import _stdin
 
 ROOT = Path(__file__).parent.parent.parent
 HERE = ("--initial-peer", "127.0.0.1:9")
@@ -47,3 +50,8 @@ def test_what_no_option_takes_is_told_by_its_name() -> None:
     done = swarm("chat", "toy", *HERE, "--draft-tokens", "33")
     assert done.returncode == 2
     assert "--draft-tokens" in done.stderr
+
+
+def test_bytes_on_stdin_that_are_no_text_are_kept_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    assert _stdin().read() == "caf\udce9"

@@ -4,13 +4,22 @@ import asyncio
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from client.client import SwarmClient
 from client.config import GenerationConfig
 from client.events import Event, Stage
 from client.generate import collect
-from swarm.errors import AddressError, ConfigError, MixedModels, PeerUnreachable, UnknownModel, WrongPeer
+from swarm.errors import (
+    AddressError,
+    ConfigError,
+    LocalProtocolError,
+    MixedModels,
+    PeerUnreachable,
+    UnknownModel,
+    WrongPeer,
+)
 from swarm.identity import Identity
 from swarm.manifest import TOKENIZER, load_manifest
 from tests.client.scripted import ToySwarm, toy_manifest, toy_text
@@ -34,9 +43,9 @@ def test_a_client_needs_nothing_but_an_address(smollm2_package: Path, tmp_path: 
         events: list[Event] = []
         config = dataclasses.replace(QUICK, cache_dir=tmp_path)
         address = world.swarm.peers["c"].address.place
-        for _ in range(2):
+        for initial in ([address], address):  # a text alone is one address, not one for each of its letters
             async with await SwarmClient.connect(
-                "toy", initial_peers=[address], config=config, on_event=events.append
+                "toy", initial_peers=initial, config=config, on_event=events.append
             ) as swarm:
                 pieces = swarm.generate("Two words", GenerationConfig(max_new_tokens=5), raw=True)
                 reply = await collect(pieces)
@@ -109,5 +118,34 @@ def test_two_packages_of_one_model_are_never_mixed(tmp_path: Path) -> None:
             assert other.manifest.digest[:16] in str(caught.value)
         finally:
             await other.close()
+
+    run(test)
+
+
+def test_a_prompt_that_is_none_is_refused_and_ids_of_numpy_are_ids() -> None:
+    async def test(world: World) -> None:
+        await world.three()
+        client = world.client()
+        for wrong in (None, 5, b"Two words", {"role": "user", "content": "hi"}):
+            with pytest.raises(ConfigError, match="it must be a text, messages, or token ids"):
+                client.encode(wrong)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="something else among its token ids"):
+            client.encode([True, 2])
+        assert client.encode(np.array([1, 2, 3])) == [1, 2, 3]  # type: ignore[arg-type]
+
+    run(test)
+
+
+def test_a_session_without_room_is_refused_and_so_is_whatever_a_closed_client_is_asked_for() -> None:
+    async def test(world: World) -> None:
+        client = world.client()
+        for wrong in (0, -3, 1, 2.5):
+            with pytest.raises(ConfigError, match="max_tokens is"):
+                client.session(max_tokens=wrong)  # type: ignore[arg-type]
+        await client.close()
+        with pytest.raises(LocalProtocolError, match="this client is closed"):
+            await collect(client.generate("x", GenerationConfig(max_new_tokens=2)))
+        with pytest.raises(LocalProtocolError, match="this client is closed"):
+            client.session()
 
     run(test)

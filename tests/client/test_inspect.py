@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import io
 import json
@@ -206,6 +207,12 @@ def test_models_are_listed_with_their_size_and_what_is_missing() -> None:
     Console(file=out, width=80).print(picture_models(views))
     for expected in ("smollm2", "dddddddddddd", "19/30", "6.4 MB", "a test", "nobody serves layers 11:22"):
         assert expected in out.getvalue()
+    long = ModelView(model=dataclasses.replace(model, name="a-model-of-a-very-long-name"), peers=2, missing=())
+    narrow = io.StringIO()
+    Console(file=narrow, width=60).print(picture_models([long]))
+    row = next(line for line in narrow.getvalue().splitlines() if "30/30" in line)
+    assert "a-m…" in row
+    assert all(word in row for word in ("dddddddddddd", "6.4 MB"))
     assert views[0].to_plain()["layer_bytes"] == 2_712_000
     assert views[0].to_plain()["layer_memory_bytes"] == 6_424_000
 

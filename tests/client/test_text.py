@@ -77,8 +77,10 @@ def test_a_prompt_is_never_cut_in_silence(tokenizer: Tokenizer) -> None:
 
 
 def test_half_a_surrogate_pair_is_no_text(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ConfigError, match="cannot be tokenized"):
+    with pytest.raises(ConfigError, match=r"the prompt is no text at character 1 .*UTF-8"):
         tokenizer.encode("a\ud800b")
+    with pytest.raises(ConfigError, match="message 0 is no text at character 3"):
+        tokenizer.chat([{"role": "user", "content": "caf\udce9"}])
 
 
 def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:

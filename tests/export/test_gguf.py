@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +39,18 @@ def test_an_architecture_that_is_not_known_is_refused_with_the_reason(tmp_path: 
     with pytest.raises(UnsupportedModel, match=r"cannot convert .*m\.gguf \(architecture mamba\): \w+"):
         export_package(tmp_path / "m.gguf", tmp_path / "package")
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_a_disk_that_was_full_is_told_and_not_the_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """openvino_genai says then: basic_ios::clear: iostream error."""
+    content = gguf([architecture("mamba"), entry("mamba.context_length", 4, struct.pack("<I", 64))])
+    (tmp_path / "m.gguf").write_bytes(content)
+    broken = subprocess.CompletedProcess([], 1, stdout="", stderr="RuntimeError: basic_ios::clear: iostream error")
+    monkeypatch.setattr("export.gguf.subprocess.run", lambda *_, **__: broken)
+    monkeypatch.setattr("export.gguf.shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(PackageError, match=f"the disk of {tmp_path} has 0 MB free") as caught:
+        export_package(tmp_path / "m.gguf", tmp_path / "package")
+    assert caught.type is PackageError
 
 
 def test_one_piece_of_a_split_model_is_refused(tmp_path: Path) -> None:

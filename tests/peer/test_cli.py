@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from peer.cli import ConsoleReport, join, messages
 from peer.config import JoinConfig
+from swarm.child import module_environment
 from tests.harness import run_swarm
 
 
@@ -20,6 +24,33 @@ def test_names_and_addresses_are_shown_as_they_are(text: str, capsys: pytest.Cap
     with report.bar(text) as progress:
         progress(1, 1)
     assert capsys.readouterr().err.splitlines()[:2] == [text, text]
+
+
+NOBODY_READS = """
+import os, sys
+from peer.cli import ConsoleReport, messages
+report = ConsoleReport(messages(), as_json=True)
+for phase in ("started", "announced", "leaving"):
+    report.phase(phase, phase, address="10.0.0.7:1")
+    report.say("said")
+os.write(int(sys.argv[1]), b"left as it should")
+"""
+
+
+def test_a_peer_that_nobody_listens_to_any_more_goes_on_to_its_end() -> None:
+    reading, writing = os.pipe()
+    heard, told = os.pipe()
+    os.close(reading)
+    try:
+        command = [sys.executable, "-c", NOBODY_READS, str(told)]
+        code = subprocess.run(
+            command, env=module_environment(), stdout=writing, stderr=writing, pass_fds=[told], check=False
+        ).returncode
+        os.close(told)
+        assert (code, os.read(heard, 100)) == (0, b"left as it should")
+    finally:
+        os.close(heard)
+        os.close(writing)
 
 
 def test_the_command_and_its_configuration_agree_on_what_is_usual() -> None:

@@ -21,11 +21,19 @@ async def main():
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.wait_for(stop.asked.wait(), 20)
         assert not stop.urgent.is_set()
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGHUP)
         await asyncio.wait_for(stop.urgent.wait(), 20)
         assert ended == []
         stop.signal()
         assert ended == [130]
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    stop = Stop(end=ended.append)
+    with stop.on_signals():
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0)
+        assert not stop.asked.is_set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(stop.asked.wait(), 20)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 asyncio.run(main())

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from importlib.abc import MetaPathFinder
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -67,6 +68,14 @@ def test_the_cpu_is_found_with_its_properties() -> None:
     assert cpu.level is Level.OK
     assert cpu.values["FULL_DEVICE_NAME"]
     assert "FP32" in cpu.values["OPTIMIZATION_CAPABILITIES"]
+
+
+def test_an_npu_is_told_what_it_can_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = SimpleNamespace(available_devices=["NPU"], get_property=lambda *_: ())
+    monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Core=lambda: core))
+    (npu,) = check_devices()
+    assert npu.level is Level.WARN
+    assert "--static" in npu.advice
 
 
 @pytest.mark.parametrize(
