@@ -139,7 +139,8 @@ class Lane:
                 await self._serve(arrival)
             except Exception as error:  # a client that waits for ever would be worse
                 _log.exception("session %s: a step failed in a way that nobody foresaw", self.name)
-                self._tell(PeerFailed(f"a bug of this peer: {type(error).__name__}: {error}"), step=arrival.forward.step)
+                bug = PeerFailed(f"a bug of this peer: {type(error).__name__}: {error}")
+                self._tell(bug, step=arrival.forward.step)
                 self._broken(self.session)
 
     def hop_failed(self, error: SwarmError, failure: Failure | None) -> None:
