@@ -127,6 +127,14 @@ class SessionTable:
         return max(0, self._limits.kv_total - sum(map(self._reserved, self._sessions.values())))
 
     @property
+    def longest(self) -> int:
+        """Tokens that the longest session may ask for which would be let in now."""
+        free, share = self.kv_free, self._share_taken * _MARGIN
+        if self._limits.reserves or share >= 1 or free < _NEXT_BLOCK:
+            return free
+        return self.kv_total if free >= self.kv_total * share else int(free / share)
+
+    @property
     def waiting(self) -> int:
         """Steps that wait or run, over all sessions."""
         return sum(len(session.waiting) + session.running for session in self._sessions.values())

@@ -82,6 +82,27 @@ def test_where_caches_can_be_taken_back_a_session_counts_with_what_sessions_took
         table.admit("a", ask("too-long-", max_tokens=101))
 
 
+@pytest.mark.parametrize("share", [0.0, 1e-300, 0.1, 0.33, 0.5, 0.7, 0.9, None])
+def test_the_longest_session_that_is_announced_is_let_in_and_none_much_longer(share: float | None) -> None:
+    def at_share() -> SessionTable:
+        if share is not None:
+            table._share_taken = share
+        return table
+
+    table = make_table(kv_total=100, reserves=share is None)
+    for number in range(101):
+        longest = at_share().longest
+        assert longest >= table.kv_free
+        if longest <= 90:
+            with pytest.raises(PeerBusy):
+                table.admit("a", ask("too-long", max_tokens=longest + 10))
+        if not longest:
+            break
+        table.close("a", table.admit("a", ask("probing-", max_tokens=longest)).name)
+        at_share().admit("a", ask(f"session-{number}", max_tokens=min(longest, 17)))
+    assert table.longest == table.kv_free == 0
+
+
 def test_what_never_fits_is_no_matter_of_waiting() -> None:
     with pytest.raises(ContextExceeded, match="101 tokens are more than the 100"):
         make_table(kv_total=500).admit("a", ask(max_tokens=101))
