@@ -182,7 +182,7 @@ def _fault(
     if record.state == LEAVING:
         return "leaving", "is leaving"
     if record.peer_id in banned:
-        return "banned", f"is banned for {max(0.0, banned[record.peer_id]):.0f} s more"
+        return "banned", f"was busy or failed: asked again in {max(0.0, banned[record.peer_id]):.0f} s"
     if not record.addresses:
         return "no_address", "announces no address"
     if link is not None and not link.reachable:
