@@ -305,9 +305,11 @@ def _not_covered(
     excluded = [*left_out, *_excluded(usable, choice)]
     parts = [_describe_hole(hole, choice, excluded, request.layers) for hole in missing]
     wanted = f" in {choice.numerics}" if choice.numerics and len({r.numerics for r in usable}) > 1 else ""
+    full = [out.record.span for out in left_out if out.code == "kv_free" and out.record.kv_total >= request.kv_tokens]
     return NotCovered(
         f"no route over layers 0:{request.layers}{wanted}: {'; '.join(parts)}",
         missing=[(hole.first, hole.last) for hole in missing],
+        full=not any(gap.overlap(hole) for gap in gaps(full, request.layers) for hole in missing),
     )
 
 

@@ -384,6 +384,20 @@ def test_missing_layers_are_named_with_whoever_cannot_serve_them() -> None:
     assert "nobody at all serves 4:6" in text
 
 
+def test_peers_that_are_full_now_are_told_from_those_that_will_never_do() -> None:
+    def is_full(*records: PeerRecord) -> bool:
+        with pytest.raises(NotCovered) as caught:
+            route_of(records)
+        return caught.value.full
+
+    full = peer("b", "2:6", kv_free=9)
+    assert is_full(peer("a", "0:2"), full)
+    assert not is_full(full)
+    assert not is_full(peer("a", "0:2"), replace(full, kv_total=99))
+    assert not is_full(peer("a", "0:2"), replace(full, span=LayerRange(2, 5)))
+    assert not is_full(peer("a", "0:2"), replace(full, state=LEAVING))
+
+
 def test_an_empty_swarm_misses_all_layers() -> None:
     with pytest.raises(NotCovered, match="nobody serves layers 0:6") as caught:
         route_of([])
