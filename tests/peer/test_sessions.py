@@ -82,6 +82,27 @@ def test_where_caches_can_be_taken_back_a_session_counts_with_what_sessions_took
         table.admit("a", ask("too-long-", max_tokens=101))
 
 
+def test_who_pauses_keeps_nobody_out_and_comes_back_in_all_the_same() -> None:
+    clock = Clock()
+    table = make_table(clock, kv_total=100, reserves=False)
+    paused = [table.admit("a", ask(f"paused-{number}", max_tokens=100)) for number in range(2)]
+    with pytest.raises(PeerBusy) as refused:
+        table.admit("b", ask("session-1", max_tokens=100))
+    assert refused.value.retry_after == 30.0
+    clock.now += 29
+    table.accept("a", forward("paused-1"))  # this one goes on
+    clock.now += 1
+    table.admit("b", ask("session-1", max_tokens=100))
+    assert table.kv_free == 0
+    assert paused[0] in table
+    for session in paused:
+        assert table.admit("a", ask(session.name, epoch=1, max_tokens=100)) in table
+    never = make_table(clock)
+    never.admit("a", ask(max_tokens=100))
+    clock.now += 200
+    assert never.kv_free == 0
+
+
 @pytest.mark.parametrize("share", [0.0, 1e-300, 0.1, 0.33, 0.5, 0.7, 0.9, None])
 def test_the_longest_session_that_is_announced_is_let_in_and_none_much_longer(share: float | None) -> None:
     def at_share() -> SessionTable:
