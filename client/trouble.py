@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from client.config import ClientConfig
-from swarm.errors import PeerBusy, SwarmError
+from swarm.errors import NotCovered, PeerBusy, SwarmError
 
 
 class Trouble:
@@ -31,12 +31,14 @@ class Trouble:
     def wait_for(self, error: SwarmError) -> float:
         """There is no route: how many seconds it is still worth waiting for one. Raises what is to be said if none.
 
-        Where every peer that could serve is busy, that is the reason to name, and worth waiting longer.
+        Where every peer that could serve is busy, that is the reason to name, and worth waiting longer; where their
+        announcements say so, they were not even asked.
         """
         now = self._clock()
         self._uncovered = now if self._uncovered is None else self._uncovered
         busy = isinstance(self.last, PeerBusy)
-        limit = self._config.repair_timeout_s if busy else self._config.wait_for_peers_s
+        full = isinstance(error, NotCovered) and error.full
+        limit = self._config.repair_timeout_s if busy or full else self._config.wait_for_peers_s
         left = self._uncovered + limit - now
         if left <= 0:
             raise (self.last if busy and self.last is not None else error) from self.last

@@ -134,8 +134,14 @@ class Lane:
             if arrival is None:
                 self._wake.clear()
                 await self._wake.wait()
-            else:
+                continue
+            try:
                 await self._serve(arrival)
+            except Exception as error:  # a client that waits for ever would be worse
+                _log.exception("session %s: a step failed in a way that nobody foresaw", self.name)
+                bug = PeerFailed(f"a bug of this peer: {type(error).__name__}: {error}")
+                self._tell(bug, step=arrival.forward.step)
+                self._broken(self.session)
 
     def hop_failed(self, error: SwarmError, failure: Failure | None) -> None:
         """As `onward.Traveller` says: pass it on to the opener, naming the hop that it is about."""
@@ -162,11 +168,6 @@ class Lane:
             self._tell(error, step=forward.step)
             if isinstance(error, PeerFailed):
                 self._broken(self.session)  # what its cache holds now, nobody knows
-            return
-        except Exception as error:
-            _log.exception("session %s: a step failed in a way that nobody foresaw", self.name)
-            self._tell(PeerFailed(f"a bug of this peer: {type(error).__name__}: {error}"), step=forward.step)
-            self._broken(self.session)
             return
         finally:
             self._table.finish(self.session, length=length)
@@ -253,7 +254,7 @@ def _output(forward: Forward, choices: tuple[Choice, ...], trace: tuple[HopTrace
     logprobs = top_ids = top_logprobs = logits = None
     if wanted is not None:
         logprobs = np.array([choice.logprob for choice in choices], np.float32)
-    if wanted:
+    if wanted and choices:  # a piece of a prompt asks for none
         pairs = np.array([choice.top for choice in choices], np.float64).reshape(len(choices), -1, 2)
         top_ids, top_logprobs = pairs[..., 0].astype(np.int32), pairs[..., 1].astype(np.float32)
     if forward.sampling.logits and choices:

@@ -63,7 +63,7 @@ class PeerGauges:
         for name, text, value in (
             ("sessions", "Sessions that are open.", load.sessions),
             ("queue_steps", "Steps that wait.", load.queue),
-            ("kv_free_tokens", "Tokens of KV cache that are not reserved.", load.kv_free),
+            ("kv_free_tokens", "Tokens of KV cache that the next session may ask for.", load.kv_free),
             ("kv_total_tokens", "Tokens of KV cache in all.", load.kv_total),
             ("kv_blocks", "Blocks of KV cache; 0 where the engine has none.", load.work.blocks if load.work else 0),
             ("kv_blocks_used", "Blocks that sessions hold.", load.work.blocks_used if load.work else 0),

@@ -23,16 +23,17 @@ be back any moment, a round waits for more, a tenth of what the last one took.
 A session whose steps come back sooner than the other stages can have taken (windows of drafts, several under way at
 once) is never away, and counts as 1.
 
-A session's blocks are taken as its steps need them. Where none are left, sessions that pause lose theirs, the one
-that paused longest first; then younger sessions do, the youngest first; then the step waits. So the oldest
-always gets on, whoever else is there. Who lost its blocks is told at its next step, and feeds its tokens again.
+A session's blocks are taken as its steps need them. Where none are left, sessions that pause (not those whose every
+token takes so long) lose theirs, the one that paused longest first; then younger sessions do, the youngest first; then
+the step waits. So the oldest always gets on, whoever else is there. Who lost its blocks is told at its next step, and
+feeds its tokens again.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -71,6 +72,9 @@ class Room(Protocol):
 
     def held(self, session: str) -> int:
         """Blocks that would be free if the session lost its cache."""
+
+    def sharing(self, sessions: Collection[str]) -> list[str]:
+        """Those of the sessions that hold blocks which nobody but these sessions holds."""
 
     def evict(self, session: str) -> None: ...
 
@@ -379,13 +383,13 @@ class Shared(Generic[D]):
         paused = [
             (tenant.used_at, session)
             for session, tenant in others
-            if session not in waiting and now - tenant.used_at > PAUSE_S and self._room.held(session)
+            if session not in waiting and now - tenant.used_at > PAUSE_S and not tenant.writes(now)
         ]
-        if paused:
-            return min(paused)[1]
-        younger = [
-            (tenant.opened_at, session)
-            for session, tenant in others
-            if tenant.opened_at > due.opened_at and self._room.held(session)
-        ]
-        return max(younger)[1] if younger else None
+        if giving := [one for one in paused if self._room.held(one[1])]:
+            return min(giving)[1]
+        younger = [(tenant.opened_at, session) for session, tenant in others if tenant.opened_at > due.opened_at]
+        if giving := [one for one in younger if self._room.held(one[1])]:
+            return max(giving)[1]
+        # a prefix that several of them hold is given by none alone
+        sharing = self._room.sharing({session for _, session in (*paused, *younger)})
+        return max(sharing, key=lambda session: self._tenants[session].opened_at, default=None)

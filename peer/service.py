@@ -76,7 +76,7 @@ class Serving:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """How busy a peer is, for its record. Times as in `records.PeerRecord`, None where not measured yet."""
+    """How busy a peer is, for its record, with times and `kv_free` as there; times None where not measured yet."""
 
     kv_free: int
     kv_total: int
@@ -141,7 +141,7 @@ class SpanService:
 
     def load(self) -> Load:
         return Load(
-            kv_free=self._table.kv_free,
+            kv_free=self._table.longest,
             kv_total=self._table.kv_total,
             sessions=len(self._table),
             queue=self._table.waiting,

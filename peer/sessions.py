@@ -21,8 +21,9 @@ windows of drafts follow each other, so none of them is void until a draft was w
 
 What a session *reserves* is its `max_tokens` where its cache cannot be taken from it. Where it can (`limits.reserves`
 is False), that would leave most of the memory unused, for few texts end where they might: it is the share of that which
-sessions took lately, with a quarter added, and at least what it has and a block more. Should they all need more than
-that after all, the youngest are told to begin again (`schedule`); nobody is turned out.
+sessions took lately, with a quarter added, and at least what it has and a block more; nothing once it has paused for
+half a minute, as whoever comes may have its blocks. Should they all need more than that after all, the youngest are
+told to begin again (`schedule`); nobody is turned out.
 
 No I/O and no clock of its own. A *connection* is any hashable that stands for one.
 """
@@ -48,6 +49,7 @@ _LIFETIME_WEIGHT = 0.1
 _TYPICAL_SHARE = 0.4
 _MARGIN = 1.25
 _NEXT_BLOCK = 32
+_PAUSE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +129,14 @@ class SessionTable:
         return max(0, self._limits.kv_total - sum(map(self._reserved, self._sessions.values())))
 
     @property
+    def longest(self) -> int:
+        """Tokens that the longest session may ask for which would be let in now."""
+        free, share = self.kv_free, self._share_taken * _MARGIN
+        if self._limits.reserves or share >= 1 or free < _NEXT_BLOCK:
+            return free
+        return self.kv_total if free >= self.kv_total * share else int(free / share)
+
+    @property
     def waiting(self) -> int:
         """Steps that wait or run, over all sessions."""
         return sum(len(session.waiting) + session.running for session in self._sessions.values())
@@ -169,7 +179,8 @@ class SessionTable:
         elif ask.epoch <= known.epoch:
             raise BadStep(f"session {ask.session} is in epoch {known.epoch}; epoch {ask.epoch} does not follow it")
         else:
-            self._check_budget(ask.max_tokens, self._reserved(known))
+            # also one that paused: who was let in once comes back in
+            self._check_budget(ask.max_tokens, self._expected(known.max_tokens, known.length))
             self._remove(known)
         return self._add(connection, ask, opened_at=self._clock() if known is None else known.opened_at)
 
@@ -312,7 +323,7 @@ class SessionTable:
         self._check_budget(tokens, 0)
 
     def _reserved(self, session: Session) -> int:
-        return self._expected(session.max_tokens, session.length)
+        return 0 if self._pauses_at(session) <= self._clock() else self._expected(session.max_tokens, session.length)
 
     def _expected(self, max_tokens: int, length: int = 0) -> int:
         """Tokens of cache that a session of `max_tokens`, now at `length`, is counted for."""
@@ -331,11 +342,19 @@ class SessionTable:
             )
 
     def _expected_end(self, session: Session) -> float:
-        return min(session.opened_at + self._lifetime_s, session.touched_at + self._limits.idle_s)
+        idle_s = self._limits.idle_s if self._limits.reserves else min(_PAUSE_S, self._limits.idle_s)
+        return min(session.opened_at + self._lifetime_s, session.touched_at + idle_s)
 
     def _expires_at(self, session: Session) -> float:
+        return self._idle_at(session, self._limits.idle_s)
+
+    def _pauses_at(self, session: Session) -> float:
+        """When its cache counts no more, as others may have it."""
+        return float("inf") if self._limits.reserves else self._idle_at(session, _PAUSE_S)
+
+    def _idle_at(self, session: Session, seconds: float) -> float:
         busy = session.running or session.waiting
-        return float("inf") if busy else session.touched_at + self._limits.idle_s
+        return float("inf") if busy else session.touched_at + seconds
 
     # -- bookkeeping
 

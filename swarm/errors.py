@@ -112,13 +112,15 @@ class RouteError(SwarmError):
 
 
 class NotCovered(RouteError):
-    """Nobody serves these layers. `missing` holds half-open (first, last) pairs."""
+    """Nobody serves these layers. `missing` holds half-open (first, last) pairs. `full`: somebody does, and has no
+    room now."""
 
     code = "not_covered"
 
-    def __init__(self, message: str, missing: Iterable[tuple[int, int]] = ()) -> None:
+    def __init__(self, message: str, missing: Iterable[tuple[int, int]] = (), *, full: bool = False) -> None:
         super().__init__(message)
         self.missing = tuple(missing)
+        self.full = full
 
 
 class UnknownModel(RouteError):

@@ -81,9 +81,9 @@ class PeerRecord:
     lets a route in or out; `holds` the layers whose files it gives away; `incarnation` differs at
     every start of the process. `layer_time_s` is seconds a layer for one decoded token,
     `prefill_time_s` seconds a layer for one token of a prompt (both measured by its self-test and
-    refreshed), `kv_free` the tokens of KV cache that are not reserved, `queue` the steps that wait. `attends_to` is how
-    many tokens it attends to, and so the longest prompt that it takes; a longer text slides. 0 stands for all. `work`
-    is None from peers of an earlier version.
+    refreshed), `kv_free` the tokens of KV cache that the next session may ask for, `queue` the steps that wait.
+    `attends_to` is how many tokens it attends to, and so the longest prompt that it takes; a longer text slides. 0
+    stands for all. `work` is None from peers of an earlier version.
     """
 
     model: str

@@ -182,7 +182,7 @@ def _fault(
     if record.state == LEAVING:
         return "leaving", "is leaving"
     if record.peer_id in banned:
-        return "banned", f"is banned for {max(0.0, banned[record.peer_id]):.0f} s more"
+        return "banned", f"was busy or failed: asked again in {max(0.0, banned[record.peer_id]):.0f} s"
     if not record.addresses:
         return "no_address", "announces no address"
     if link is not None and not link.reachable:
@@ -305,9 +305,11 @@ def _not_covered(
     excluded = [*left_out, *_excluded(usable, choice)]
     parts = [_describe_hole(hole, choice, excluded, request.layers) for hole in missing]
     wanted = f" in {choice.numerics}" if choice.numerics and len({r.numerics for r in usable}) > 1 else ""
+    full = [out.record.span for out in left_out if out.code == "kv_free" and out.record.kv_total >= request.kv_tokens]
     return NotCovered(
         f"no route over layers 0:{request.layers}{wanted}: {'; '.join(parts)}",
         missing=[(hole.first, hole.last) for hole in missing],
+        full=not any(gap.overlap(hole) for gap in gaps(full, request.layers) for hole in missing),
     )
 
 

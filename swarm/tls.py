@@ -17,7 +17,9 @@ from swarm.identity import Identity, peer_id_of_certificate
 from swarm.wire.framing import Buffer
 
 # a machine that lost its power says nothing: after a minute its connection is gone
-_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+# an idle connection is asked for a sign of life; on one with something unsent the system asks for none, and would send
+# it again for a quarter of an hour: somebody whose machine went off in the middle of an answer
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
 
 # the most that TLS puts in one record
 _RECORD = 16 << 10

@@ -86,7 +86,8 @@ class PagedEngine:
     def forward(self, steps: Sequence[Step]) -> list[StepResult]:
         """As `Engine` says. A step for which no blocks are left gets PeerBusy and changes nothing.
 
-        Where the device fails, all sessions of the call are closed, and EngineError says so.
+        Where the device fails, all sessions of the call are closed, and EngineError says so; where numbers that are
+        not finite came out, those of the steps that they are of.
         """
         results: dict[int, StepResult] = {}
         going: list[tuple[Step, BlockTable]] = []
@@ -107,8 +108,11 @@ class PagedEngine:
                     f"{len(going)} sessions failed together and were closed ({error}): open them again and feed "
                     "their known tokens"
                 ) from error
-            for step, table in going:
-                table.commit(step.tokens)
+            for (step, table), output in zip(going, outputs, strict=True):
+                if isinstance(output, EngineError):
+                    self.close(step.session)
+                else:
+                    table.commit(step.tokens)
             left = iter(outputs)
             return [results[place] if place in results else next(left) for place in range(len(steps))]
         return [results[place] for place in range(len(steps))]
@@ -125,7 +129,7 @@ class PagedEngine:
             self._store.copy(*copy)
         return table
 
-    def _run(self, going: Sequence[tuple[Step, BlockTable]]) -> list[NDArray[np.float32]]:
+    def _run(self, going: Sequence[tuple[Step, BlockTable]]) -> list[StepResult]:
         # Plain lists: between two steps another process's work has passed through the processor's caches, and each
         # call of numpy is then a hundred microseconds rather than one.
         steps = [step for step, _ in going]
@@ -170,12 +174,19 @@ class PagedEngine:
     def _output(self) -> NDArray[np.float32]:
         """[t, hidden] or [m, vocab], the caller's to keep: the next inference overwrites the request's own."""
         output: NDArray[np.float32] = self._request.get_output_tensor(0).data[:, 0].copy()
-        if not all_finite(output):
-            raise EngineError(f"numbers that are not finite came out in {self._numerics}; try --precision accuracy")
         return output
 
-    def _split(self, output: NDArray[np.float32], counts: Sequence[int]) -> list[NDArray[np.float32]]:
-        return [output[begin:end] for begin, end in itertools.pairwise(_begins(counts))]
+    def _split(self, output: NDArray[np.float32], counts: Sequence[int]) -> list[StepResult]:
+        """Raises EngineError where no step's numbers are finite."""
+        parts = [output[begin:end] for begin, end in itertools.pairwise(_begins(counts))]
+        if all_finite(output):
+            return list(parts)
+        error = EngineError(f"numbers that are not finite came out in {self._numerics}; try --precision accuracy")
+        # one user's are not another's fault
+        found: list[StepResult] = [part if all_finite(part) else error for part in parts]
+        if all(part is error for part in found):
+            raise error
+        return found
 
 
 def _begins(counts: Sequence[int]) -> list[int]:

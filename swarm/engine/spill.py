@@ -112,7 +112,11 @@ class Spill:
 def _locked(folder: Path) -> int:
     """A lock that ends with this process, however that ends."""
     lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
     return lock
 
 

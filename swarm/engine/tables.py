@@ -7,7 +7,8 @@ Else it is empty: a step that counts on what it had is refused, one from positio
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -140,3 +141,10 @@ class Tables:
         """Blocks that are this session's alone: so many are free when it is evicted."""
         table = self._tables.get(session)
         return 0 if table is None else sum(self.pool.holders(block) == 1 for block in table.blocks)
+
+    def sharing(self, sessions: Collection[str]) -> list[str]:
+        """Those of the sessions that hold blocks which nobody but these sessions holds."""
+        tables = {session: self._tables[session] for session in sessions if session in self._tables}
+        holding = Counter(block for table in tables.values() for block in table.blocks)
+        theirs = {block for block, count in holding.items() if count == self.pool.holders(block)}
+        return [session for session, table in tables.items() if not theirs.isdisjoint(table.blocks)]

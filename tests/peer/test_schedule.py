@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from peer.cost import Cost
 from peer.schedule import ALONE, LINGER, MOST_STEPS, PATIENCE_S, PAUSE_S, SHORT, Due, InTurn, Portion, Shared
-from swarm.engine.blocks import BlockPool
+from swarm.engine.blocks import BLOCK_TOKENS, BlockPool, first_name, names_of, pack_names
 from swarm.engine.tables import Tables
 from swarm.errors import UnknownSession
 
@@ -316,6 +316,53 @@ def test_without_blocks_the_paused_lose_theirs_then_the_youngest_and_never_the_o
     assert schedule.hopeless(late + 0.2) == []
     assert schedule.hopeless(late + 0.2 + PATIENCE_S) == [waiting]
     assert len(schedule) == 0
+
+
+def test_what_younger_sessions_hold_only_together_is_an_older_ones_too() -> None:
+    first = first_name("model")
+    ids = np.arange(4 * BLOCK_TOKENS, dtype=np.int32)
+    room = Tables(BlockPool(8, BLOCK_TOKENS))
+    packed = pack_names(first, names_of(ids, first=first), most=1 << 10)
+    for session in ("before", "old", "one", "other"):
+        room.open(session, 8 * BLOCK_TOKENS)
+    schedule = warmed(room)
+
+    def computed(one: Due) -> list[Portion[Due]]:
+        schedule.add(one)
+        portions = schedule.round(0.0)
+        assert compute(room, portions) == []
+        schedule.ran(portions, 0.01, 0.0)
+        return portions
+
+    room.adopt("before", packed, tag=b"")
+    room.find("before").prepare(0, len(ids))
+    room.find("before").commit(ids)
+    room.close("before")
+    computed(due("old", 4 * BLOCK_TOKENS, age=1.0))
+    for session, age in (("one", 2.0), ("other", 3.0)):
+        schedule.opened(session, client=session, engine=None, opened_at=age, now=0.0)
+        assert len(room.adopt(session, packed, tag=b"")) == len(ids)
+    assert (room.free, room.held("one"), room.held("other")) == (0, 0, 0)
+    assert sizes(computed(due("old", start=4 * BLOCK_TOKENS, age=1.0))) == {"old": 1}
+    assert schedule.preempted == 2
+    assert room.sharing(["old"]) == ["old"]
+    assert room.sharing(["one", "nobody"]) == []
+
+
+def test_a_session_whose_every_token_takes_seconds_is_not_pausing() -> None:
+    room = tables(2, "slow", "young")
+    schedule = warmed(room)
+    gap = PAUSE_S + 1.0
+    for start in range(2):
+        schedule.add(due("slow", start=start, at=start * gap, age=1.0))
+        portions = schedule.round(start * gap)
+        compute(room, portions)
+        schedule.ran(portions, 0.01, start * gap)
+    schedule.add(due("young", 2 * SIZE, at=2 * gap, age=2.0))
+    assert schedule.round(1.9 * gap) == []
+    assert room.held("slow") == 1
+    assert "young" in sizes(schedule.round(10 * gap))
+    assert room.held("slow") == 0
 
 
 def test_one_after_another_nothing_overtakes() -> None:

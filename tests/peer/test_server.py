@@ -190,6 +190,35 @@ def test_sampling_is_the_peers_and_its_penalty_knows_the_whole_history() -> None
     asyncio.run(main())
 
 
+def test_a_prompt_in_pieces_may_ask_for_log_probabilities() -> None:
+    async def main() -> None:
+        async with toy_peer() as host, calling(host) as caller:
+            await caller.open()
+            asks = Sampling(logprobs=3)
+            piece = await caller.step(step=0, tokens=PROMPT[:2], rows=0, sampling=asks)
+            assert (len(piece.ids), piece.top_ids) == (0, None)
+            last = await caller.step(step=1, start=2, tokens=PROMPT[2:], sampling=asks)
+            assert last.top_ids is not None
+            assert last.top_ids.shape == (1, 3)
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_cannot_be_made_is_told_and_ends_its_session_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with toy_peer() as host, calling(host) as caller:
+            await caller.open()
+            with monkeypatch.context() as patch:
+                patch.setattr("peer.lane._output", lambda *_: 1 // 0)
+                with pytest.raises(PeerFailed, match="ZeroDivisionError"):
+                    await caller.step(tokens=PROMPT)
+            await until(lambda: host.idle)
+            await caller.open()
+            assert (await caller.step(tokens=PROMPT)).ids.tolist() == toy_text(PROMPT, 1)
+
+    asyncio.run(main())
+
+
 def test_only_the_opener_and_who_shows_the_secret_send_steps() -> None:
     async def main() -> None:
         async with toy_peer() as host, calling(host) as owner, calling(host) as other:

@@ -82,6 +82,48 @@ def test_where_caches_can_be_taken_back_a_session_counts_with_what_sessions_took
         table.admit("a", ask("too-long-", max_tokens=101))
 
 
+def test_who_pauses_keeps_nobody_out_and_comes_back_in_all_the_same() -> None:
+    clock = Clock()
+    table = make_table(clock, kv_total=100, reserves=False)
+    paused = [table.admit("a", ask(f"paused-{number}", max_tokens=100)) for number in range(2)]
+    with pytest.raises(PeerBusy) as refused:
+        table.admit("b", ask("session-1", max_tokens=100))
+    assert refused.value.retry_after == 30.0
+    clock.now += 29
+    table.accept("a", forward("paused-1"))  # this one goes on
+    clock.now += 1
+    table.admit("b", ask("session-1", max_tokens=100))
+    assert table.kv_free == 0
+    assert paused[0] in table
+    for session in paused:
+        assert table.admit("a", ask(session.name, epoch=1, max_tokens=100)) in table
+    never = make_table(clock)
+    never.admit("a", ask(max_tokens=100))
+    clock.now += 200
+    assert never.kv_free == 0
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-300, 0.1, 0.33, 0.5, 0.7, 0.9, None])
+def test_the_longest_session_that_is_announced_is_let_in_and_none_much_longer(share: float | None) -> None:
+    def at_share() -> SessionTable:
+        if share is not None:
+            table._share_taken = share
+        return table
+
+    table = make_table(kv_total=100, reserves=share is None)
+    for number in range(101):
+        longest = at_share().longest
+        assert longest >= table.kv_free
+        if longest <= 90:
+            with pytest.raises(PeerBusy):
+                table.admit("a", ask("too-long", max_tokens=longest + 10))
+        if not longest:
+            break
+        table.close("a", table.admit("a", ask("probing-", max_tokens=longest)).name)
+        at_share().admit("a", ask(f"session-{number}", max_tokens=min(longest, 17)))
+    assert table.longest == table.kv_free == 0
+
+
 def test_what_never_fits_is_no_matter_of_waiting() -> None:
     with pytest.raises(ContextExceeded, match="101 tokens are more than the 100"):
         make_table(kv_total=500).admit("a", ask(max_tokens=101))

@@ -358,7 +358,7 @@ def test_unreachable_and_banned_peers_are_left_out_with_their_reason() -> None:
     plan = route_of(records, links=links, banned={"id-bad": 8.2})
     assert {out.record.name: out.reason for out in plan.left_out} == {
         "far": "cannot be reached from here",
-        "bad": "is banned for 8 s more",
+        "bad": "was busy or failed: asked again in 8 s",
     }
 
 
@@ -380,8 +380,22 @@ def test_missing_layers_are_named_with_whoever_cannot_serve_them() -> None:
     assert caught.value.missing == ((2, 6),)
     text = str(caught.value)
     assert "layers 2:6 are served only by peers that cannot be used" in text
-    assert "b (2:4) is leaving, c (2:4) is banned for 8 s more, d (2:4) has no KV cache free" in text
+    assert "b (2:4) is leaving, c (2:4) was busy or failed: asked again in 8 s, d (2:4) has no KV cache free" in text
     assert "nobody at all serves 4:6" in text
+
+
+def test_peers_that_are_full_now_are_told_from_those_that_will_never_do() -> None:
+    def is_full(*records: PeerRecord) -> bool:
+        with pytest.raises(NotCovered) as caught:
+            route_of(records)
+        return caught.value.full
+
+    full = peer("b", "2:6", kv_free=9)
+    assert is_full(peer("a", "0:2"), full)
+    assert not is_full(full)
+    assert not is_full(peer("a", "0:2"), replace(full, kv_total=99))
+    assert not is_full(peer("a", "0:2"), replace(full, span=LayerRange(2, 5)))
+    assert not is_full(peer("a", "0:2"), replace(full, state=LEAVING))
 
 
 def test_an_empty_swarm_misses_all_layers() -> None:

@@ -99,6 +99,21 @@ async def test_the_peer_is_known_and_messages_of_any_size_pass() -> None:
         assert peer.heard == b"one" + LARGE
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system has no such limit")
+@in_loop
+async def test_who_is_gone_without_a_word_is_noticed_within_a_minute_whether_or_not_something_is_unsent() -> None:
+    async with pair() as ends:
+        for transport in ends[::2]:
+            assert isinstance(transport, SecureTransport)
+            connected = transport._below.get_extra_info("socket")
+            options = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+            idle, again, count, unsent_ms = (
+                connected.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in options
+            )
+            assert connected.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert idle + again * count == 60 == unsent_ms / 1000
+
+
 @in_loop
 async def test_who_pauses_hears_nothing_and_misses_nothing() -> None:
     async with pair() as (calling, caller, answering, _):

@@ -238,6 +238,36 @@ def test_a_failed_inference_closes_the_sessions_of_its_call(
     assert llama.store.pool.used == 0
 
 
+def test_numbers_that_are_not_finite_end_the_session_that_they_are_of_alone(
+    llama: PagedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = llama._output
+
+    def poisoned() -> NDArray[np.float32]:
+        rows = output()
+        rows[1, 7] = np.nan
+        return rows
+
+    for name in ("good", "bad", "mute"):
+        llama.open(name, 20)
+    steps = [
+        Step(session=name, start=0, tokens=IDS[:5], rows=rows) for name, rows in (("good", 1), ("bad", 1), ("mute", 0))
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(llama, "_output", poisoned)
+        good, bad, mute = llama.forward(steps)
+        assert isinstance(good, np.ndarray)
+        assert isinstance(mute, np.ndarray)
+        assert isinstance(bad, EngineError)
+        assert (llama.length("good"), llama.length("mute")) == (5, 5)
+        with pytest.raises(UnknownSession):
+            llama.length("bad")
+        with pytest.raises(EngineError, match="not finite"):
+            llama.forward([Step(session="good", start=5, tokens=IDS[5:8], rows=3)])
+    llama.close("mute")
+    assert llama.store.pool.used == 0
+
+
 def test_paged_is_what_the_cpu_gets() -> None:
     assert engines_to_try("auto", "CPU") == ("paged", "stateful")
     assert engines_to_try("auto", "GPU.0") == engines_to_try("stateful", "CPU") == ("stateful",)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from swarm.engine.blocks import BlockPool
@@ -67,6 +68,14 @@ def test_folders_of_the_dead_are_removed_and_of_the_living_left(tmp_path: Path) 
     Spill(tmp_path, most_bytes=1000)
     assert not dead.exists()
     alive.take("a", empty())
+
+
+def test_a_look_at_who_lives_leaves_no_file_open(tmp_path: Path) -> None:
+    living = Spill(tmp_path, most_bytes=1000)
+    before = psutil.Process().num_fds()
+    other = Spill(tmp_path, most_bytes=1000)
+    assert psutil.Process().num_fds() == before + 1  # its own lock
+    del living, other
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
