@@ -115,6 +115,8 @@ async def _watch(look: Look, initial: Sequence[Address], every: float, as_json: 
     async with _directory(initial) as directory:
         seen, problem = await look(directory, lambda _: None), ""
         _say_trusted(directory)
+        if look.assumed:
+            _note(look.assumed)
         with contextlib.ExitStack() as stack:
             live = None
             if console.is_terminal and not as_json:

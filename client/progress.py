@@ -117,8 +117,9 @@ def describe(reply: Reply) -> str:
     """One line about an answer: how fast, over whom, and why it ended if that is not plain."""
     metrics = reply.metrics
     cached = f", {metrics.reused_tokens} of them cached" if metrics.reused_tokens else ""
+    speed = f" at {metrics.tokens_per_second:.1f} tokens/s" if metrics.new_tokens > 1 else ""
     parts = [
-        f"{metrics.new_tokens} tokens at {metrics.tokens_per_second:.1f} tokens/s",
+        f"{metrics.new_tokens} {'token' if metrics.new_tokens == 1 else 'tokens'}{speed}",
         f"the first after {metrics.ttft_s:.2f} s",
         f"{metrics.prompt_tokens} tokens of prompt{cached}",
         metrics.route,

@@ -138,7 +138,7 @@ class Peer:
         seeds, contact = await meeting.meet()
         try:
             async with asyncio.TaskGroup() as group:
-                dht = group.create_task(self._open_dht(meeting, seeds))
+                dht = group.create_task(self._open_dht(meeting, seeds, contact))
                 span = group.create_task(self._load(contact)) if self._config.package is not None else None
         except ExceptionGroup as failed:
             raise first_error(failed) from None
@@ -171,8 +171,10 @@ class Peer:
             self._host = place.host
             return
 
-    async def _open_dht(self, meeting: Meeting, seeds: tuple[str, ...]) -> HivemindDirectory:
-        directory = await meeting.open_dht(self._host, self._server.port, seeds)
+    async def _open_dht(
+        self, meeting: Meeting, seeds: tuple[str, ...], contact: PeerDirectory | None
+    ) -> HivemindDirectory:
+        directory = await meeting.open_dht(self._host, self._server.port, seeds, contact)
         self._desk.open_directory(directory, lambda: directory.addresses)
         self._report.phase(
             "listening",

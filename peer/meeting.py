@@ -47,22 +47,30 @@ class Meeting:
             return (), None
         contact = PeerDirectory(self._config.initial_peers, hello=self._hello())
         self._stack.push_async_callback(contact.close)
-
-        async def ask() -> tuple[str, ...]:
-            channel = await contact.channel()
-            question = AskDht(request=channel.next_request())
-            answer = await channel.ask(question, DhtAddresses, timeout=_ASK_TIMEOUT_S)
-            if not answer.addresses:
-                raise DirectoryError(f"the peer at {channel.remote} has no DHT yet")
-            return answer.addresses
-
-        seeds = await self.until_it_works(ask)
+        seeds = await self.until_it_works(lambda: _seeds(contact))
         for address in contact.trusted:
             self._report.say(told_on_trust(address))
         return seeds, contact
 
-    async def open_dht(self, host: str, port: int, seeds: tuple[str, ...]) -> HivemindDirectory:
-        """This peer's node of the DHT, beside its own HOST:PORT. Raises DirectoryError."""
+    async def open_dht(
+        self, host: str, port: int, seeds: tuple[str, ...], contact: PeerDirectory | None
+    ) -> HivemindDirectory:
+        """This peer's node of the DHT, beside its own HOST:PORT. `contact` names others while none of `seeds` answers.
+
+        Raises DirectoryError, WrongPeer.
+        """
+
+        async def ask_again() -> tuple[str, ...]:
+            if contact is None:
+                return ()
+            try:
+                return await _seeds(contact)
+            except WrongPeer:
+                raise
+            except (PeerError, DirectoryError) as error:
+                self._report.say(f"{error}; trying again")
+                return ()
+
         # here, because only who joins a DHT needs it; in a thread, because an import blocks
         dht = await asyncio.to_thread(importlib.import_module, "swarm.dht")
         dht_port = self._config.dht_port
@@ -72,6 +80,7 @@ class Meeting:
             announce_hosts=advertised_hosts(host),
             initial=seeds,
             patience_s=math.inf if self._config.wait_s is None else self._config.wait_s,
+            ask_again=ask_again,
             say=self._report.say,
         )
         self._stack.push_async_callback(directory.close)
@@ -94,3 +103,13 @@ class Meeting:
                     self._report.say(f"{said}; trying again")
             await asyncio.sleep(pause)
         raise AssertionError("the pauses never end")
+
+
+async def _seeds(contact: PeerDirectory) -> tuple[str, ...]:
+    """Where the DHT of a peer is that answers. Raises PeerError, DirectoryError."""
+    channel = await contact.channel()
+    question = AskDht(request=channel.next_request())
+    answer = await channel.ask(question, DhtAddresses, timeout=_ASK_TIMEOUT_S)
+    if not answer.addresses:
+        raise DirectoryError(f"the peer at {channel.remote} has no DHT yet")
+    return answer.addresses

@@ -27,7 +27,7 @@ import logging
 import socket
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from swarm.dhtnode import Hivemind, Node, NoticeValidator
 from swarm.directory import Notice
@@ -96,6 +96,10 @@ def import_hivemind() -> Hivemind:
     )
 
 
+AskAgain = Callable[[], Awaitable[Sequence[str]]]
+"""Multiaddresses of nodes that answer now, or none where that cannot be learnt."""
+
+
 class HivemindDirectory:
     """A `Directory` that is also a node of the DHT: it keeps others' notices as they keep ours.
 
@@ -142,10 +146,13 @@ class HivemindDirectory:
         announce_hosts: Sequence[str],
         initial: Sequence[str] = (),
         patience_s: float = _PATIENCE_S,
+        ask_again: AskAgain | None = None,
         clock: Callable[[], float] = time.time,
         say: Callable[[str], None] = _log.info,
     ) -> HivemindDirectory:
         """Listen at TCP `host`:`port` (0 for a free one) and join the nodes at the multiaddresses `initial`.
+
+        `ask_again` is asked for others in their place while none of them answers: who named them may be gone too.
 
         `announce_hosts` are the names or IPs by which others reach this machine; without them, those of
         its interfaces. Without `initial` this is the first node of a new DHT.
@@ -170,7 +177,7 @@ class HivemindDirectory:
             directory._node = await directory._open()
             directory.addresses = await directory._node.addresses(directory._announce)
             if known:
-                await directory._join_first(directory._node, patience_s)
+                await directory._join_first(directory._node, patience_s, ask_again)
         except BaseException:
             await directory.close()
             raise
@@ -249,9 +256,9 @@ class HivemindDirectory:
             await daemon.end()
             raise
 
-    async def _join_first(self, node: Node, patience_s: float) -> None:
+    async def _join_first(self, node: Node, patience_s: float, ask_again: AskAgain | None) -> None:
         deadline = time.monotonic() + patience_s
-        attempt = 0
+        attempt, said = 0, ""
         while problems := await self._join(node, self._initial):
             if len(problems) < len(self._initial):
                 break
@@ -259,9 +266,13 @@ class HivemindDirectory:
             pause = _BACK_OFF_S[min(attempt, len(_BACK_OFF_S) - 1)]
             if time.monotonic() + pause > deadline:
                 raise DirectoryError(f"no node of the DHT can be joined ({listed}); give another initial peer")
-            self._say(f"no node of the DHT answers yet ({listed}); trying again")
+            if listed != said:
+                said = listed
+                self._say(f"no node of the DHT answers yet ({listed}); trying again")
             await asyncio.sleep(pause)
             attempt += 1
+            if ask_again is not None:
+                self._initial = _grouped(await ask_again()) or self._initial
 
     async def _join(self, node: Node, known: dict[str, list[str]]) -> dict[str, str]:
         """Meet all of `known` at once; what was wrong with whom. Raises DirectoryError for differing clocks."""

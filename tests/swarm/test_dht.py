@@ -198,6 +198,32 @@ def test_a_killed_daemon_is_started_again_and_what_was_published_hangs_again() -
     run(test())
 
 
+def test_others_are_asked_for_where_those_that_were_named_are_gone() -> None:
+    async def test() -> None:
+        gone = await start()
+        addresses = gone.addresses
+        await gone.close()
+        said: list[str] = []
+        asked: list[list[str]] = [[]]
+        async with two_nodes() as (first, second):
+            asked.append(first.addresses)
+
+            async def ask_again() -> list[str]:
+                return asked.pop(0)
+
+            late = await start(addresses, ask_again=ask_again, say=said.append, patience_s=math.inf)
+            try:
+                published = notice(Identity.generate(), b"late")
+                await late.publish(published)
+                assert await bodies(second) == {b"late"}
+            finally:
+                await late.close()
+        assert asked == []
+        assert [text for text in said if text.startswith("no node of the DHT answers yet")] == said
+
+    run(test())
+
+
 def test_a_daemon_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dht, "_TICK_S", 0.1)
 
