@@ -1,7 +1,8 @@
 """One stream over two real peers, one core each, against the same two graphs chained in one process on one core.
 
 Real processes, TLS over loopback, the DHT, the client's own token loop with its tokenizer. What a token
-takes beyond the compute of its hops is told for a hop: both ways, dispatch, codec and client included.
+takes beyond the compute of its hops is told for a hop: both ways, dispatch, codec and client included. Beside it, the
+same graphs in two processes with plain sockets between them (`reproduction.bare`): what leaving one process costs here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from client.client import SwarmClient
 from client.config import GenerationConfig
 from client.generate import Reply, collect
+from reproduction.bare import bare_stages
 from reproduction.experiment import ROUNDS, Report, Row, Say, interleaved, median_ratio, medians
 from reproduction.local import chain, decode, even, paged_chain
 from reproduction.machine import machine
@@ -37,6 +39,7 @@ def run(say: Say) -> Report:
         loops.runner() as runner,
         pinned_swarm(model, spans, "--engine", "paged") as paged_swarm,
         pinned_swarm(model, spans, "--engine", "stateful") as stateful_swarm,
+        bare_stages(model, spans) as bare,
     ):
         clients = {
             engine: runner.run(SwarmClient.connect(digest, initial_peers=swarm.addresses))
@@ -62,10 +65,17 @@ def run(say: Say) -> Report:
             with on_core(CORES[0]):
                 return decode(chains[engine], prompt, TOKENS - 1)[0]
 
+        def two_bare() -> float:
+            speed, tokens = bare.decode(prompt, TOKENS - 1)
+            if tokens != reference:
+                raise AssertionError("two processes gave another text than the chain in one")
+            return speed
+
         samples = interleaved(
             {
                 "in_process": partial(one_process, "paged"),
                 "two_peers": partial(two_peers, "paged", counts=True),
+                "two_bare": two_bare,
                 "two_awake": two_awake,
                 "stateful_in_process": partial(one_process, "stateful"),
                 "two_stateful_peers": partial(two_peers, "stateful"),
@@ -84,6 +94,7 @@ def run(say: Say) -> Report:
         rows=[
             Row(configuration="two graphs in one process", value=middle["in_process"], unit="tok/s"),
             Row(configuration="two peers", value=middle["two_peers"], unit="tok/s", published=16.33),
+            Row(configuration="two processes, plain sockets", value=middle["two_bare"], unit="tok/s"),
             Row(configuration="two peers, cores kept awake", value=middle["two_awake"], unit="tok/s"),
             Row(configuration="stateful: in one process", value=middle["stateful_in_process"], unit="tok/s"),
             Row(configuration="stateful: two peers", value=middle["two_stateful_peers"], unit="tok/s"),
@@ -92,6 +103,8 @@ def run(say: Say) -> Report:
         ],
         ratios={
             "two_peers_vs_in_process": median_ratio(samples, "two_peers", "in_process"),
+            "two_bare_processes_vs_in_process": median_ratio(samples, "two_bare", "in_process"),
+            "two_peers_vs_two_bare_processes": median_ratio(samples, "two_peers", "two_bare"),
             "two_peers_awake_vs_in_process": median_ratio(samples, "two_awake", "in_process"),
             "two_stateful_peers_vs_in_process": median_ratio(samples, "two_stateful_peers", "stateful_in_process"),
             "overhead_share_of_token": statistics.median(
@@ -102,6 +115,7 @@ def run(say: Say) -> Report:
         notes=[
             "the paged engine, which `swarm join` takes by itself, unless stateful is said; each against its own chain",
             "published: 13 ms wrapper and dispatch and 6 ms network of a 61 ms token over two nodes, by Wi-Fi",
+            "plain sockets: no TLS, no event loop, no client; what this machine takes from any two processes",
             "cores kept awake: a process of the lowest priority spins on each, in one process no core is idle anyway",
             f"{TOKENS} tokens after a prompt of {len(prompt)}; all gave one text; the client shares the peers' cores",
         ],

@@ -1,0 +1,122 @@
+"""The least that two processes cost: the same graphs on two cores, and plain blocking sockets between them.
+
+No TLS, no event loop, no sessions, no framing worth the name: a process waits for bytes, computes, sends bytes. What is
+missing to the same graphs in one process is what this machine takes for waking an idle core, and nothing of a peer.
+`python -m reproduction.bare PACKAGE FIRST LAST` is such a stage; it prints the port it listens at, and is told on its
+standard input where the next one is.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reproduction.models import Model
+from reproduction.peers import CORES
+from swarm.engine.base import Step
+from swarm.engine.paged import open_paged_engine
+from swarm.manifest import load_manifest
+from swarm.spans import LayerRange
+
+_KV_TOKENS = 4096
+_HEADER = struct.Struct("<II")  # where a step starts, and of how many tokens it is
+_HOST = "127.0.0.1"
+
+
+class BareStages:
+    """Made by `bare_stages`."""
+
+    def __init__(self, to_first: socket.socket, from_last: socket.socket) -> None:
+        self._to_first = to_first
+        self._from_last = from_last
+
+    def decode(self, prompt: NDArray[np.int32], count: int) -> tuple[float, list[int]]:
+        """As `local.decode`: tokens a second after the first, and all tokens."""
+        tokens = [self._step(prompt, 0)]
+        began = time.perf_counter()
+        for _ in range(count):
+            tokens.append(self._step(np.array(tokens[-1:], np.int32), len(prompt) + len(tokens) - 1))
+        return count / (time.perf_counter() - began), tokens
+
+    def _step(self, tokens: NDArray[np.int32], start: int) -> int:
+        self._to_first.sendall(_HEADER.pack(start, len(tokens)) + tokens.tobytes())
+        return int.from_bytes(_read(self._from_last, 4), "little")
+
+
+@contextmanager
+def bare_stages(model: Model, spans: Sequence[LayerRange]) -> Iterator[BareStages]:
+    """A process for each span, each on a core of its own."""
+    with ExitStack() as stack:
+        processes = []
+        for core, span in zip(CORES, spans, strict=False):
+            command = ["taskset", "-c", str(core), sys.executable, "-m", "reproduction.bare", str(model.package)]
+            command += [str(span.first), str(span.last)]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            processes.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        home = stack.enter_context(socket.create_server((_HOST, 0)))
+        ports = [int(process.stdout.readline()) for process in processes if process.stdout]
+        for process, port in zip(processes, [*ports[1:], home.getsockname()[1]], strict=True):
+            assert process.stdin is not None
+            process.stdin.write(f"{port}\n")
+            process.stdin.flush()
+        to_first = stack.enter_context(_connected(ports[0]))
+        from_last = stack.enter_context(home.accept()[0])
+        yield BareStages(to_first, from_last)
+
+
+def main(package: Path, span: LayerRange) -> None:
+    manifest = load_manifest(package)
+    engine = open_paged_engine(package, manifest, span, kv_tokens=_KV_TOKENS, threads=1)
+    first, last = span.first == 0, span.last == len(manifest.layers)
+    with socket.create_server((_HOST, 0)) as server:
+        sys.stdout.write(f"{server.getsockname()[1]}\n")
+        sys.stdout.flush()
+        with _connected(int(sys.stdin.readline())) as onward, server.accept()[0] as source:
+            while True:
+                start, count = _HEADER.unpack(_read(source, _HEADER.size))
+                if not start:
+                    engine.close("run")
+                    engine.open("run", _KV_TOKENS)
+                if first:
+                    tokens, hidden = np.frombuffer(_read(source, 4 * count), np.int32), None
+                else:
+                    raw = _read(source, 4 * count * manifest.hidden_size)
+                    tokens = np.zeros(count, np.int32)
+                    hidden = np.frombuffer(raw, np.float32).reshape(count, manifest.hidden_size)
+                step = Step(session="run", start=start, tokens=tokens, hidden=hidden, rows=int(last))
+                (result,) = engine.forward([step])
+                if isinstance(result, Exception):
+                    raise result
+                if last:
+                    onward.sendall(int(result[-1].argmax()).to_bytes(4, "little"))
+                else:
+                    onward.sendall(_HEADER.pack(start, count) + result.tobytes())
+
+
+def _connected(port: int) -> socket.socket:
+    connection = socket.create_connection((_HOST, port))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _read(source: socket.socket, count: int) -> bytes:
+    read = bytearray()
+    while len(read) < count:
+        if not (piece := source.recv(count - len(read))):
+            raise EOFError("the stage before has ended")
+        read += piece
+    return bytes(read)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), LayerRange(int(sys.argv[2]), int(sys.argv[3])))
