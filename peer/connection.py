@@ -45,9 +45,9 @@ class Connection:
         """An answer is being made for it."""
         return bool(self._tasks)
 
-    def send(self, message: Message) -> float:
+    def send(self, message: Message, *, at_once: bool = False) -> float:
         """Queue it; see `Stream.send`. Raises why the connection ended, if it did."""
-        return self._stream.send(message)
+        return self._stream.send(message, at_once=at_once)
 
     def try_send(self, message: Message) -> None:
         """As `send`; where nobody is there any more, nobody misses it."""

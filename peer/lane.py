@@ -33,7 +33,7 @@ _NO_IDS = np.empty(0, np.int32)
 class Opener(Protocol):
     """The connection that opened a session, as its lane sees it."""
 
-    def send(self, message: Message) -> float: ...
+    def send(self, message: Message, *, at_once: bool = False) -> float: ...
 
     def try_send(self, message: Message) -> None: ...
 
@@ -162,6 +162,9 @@ class Lane:
             step = step_of(forward, self.session, self.key, is_last=self._is_last)
             outcome = await self._compute(forward, step)
             length = step.end
+            hop = None if self._is_last else self.hop
+            is_void = self._table.is_void(self.session, forward)
+            is_sent = not is_void and self._send(arrival, outcome, waited, hop)  # first: the rest while it travels
             self.session.remember(forward)
             self._computed(self.session, step, outcome)
         except SwarmError as error:
@@ -171,9 +174,8 @@ class Lane:
             return
         finally:
             self._table.finish(self.session, length=length)
-        if not self._table.is_void(self.session, forward):
-            self.session.sent += 1
-            await self._deliver(arrival, outcome, waited)
+        if is_sent:
+            await self._drain(forward, hop)
 
     async def _compute(self, forward: Forward, step: Step) -> StepOutcome:
         session, history = self.session, _NO_IDS
@@ -189,45 +191,51 @@ class Lane:
             hops=session.hops,
         )
 
-    async def _deliver(self, arrival: Arrival, outcome: StepOutcome, waited: float) -> None:
-        """Onward, or to the opener; waits while that side takes no more."""
-        forward, hop = arrival.forward, self.hop
+    def _send(self, arrival: Arrival, outcome: StepOutcome, waited: float, hop: NextHop | None) -> bool:
+        """Onward to `hop`, or to the opener. Whether it went."""
+        forward, session = arrival.forward, self.session
+        session.sent += 1
         self._last_step = forward.step
         trace = (*forward.trace, self._trace(arrival, outcome, waited))
-        if self._is_last:
-            await self._answer(_output(forward, outcome.choices, trace))
-        elif hop is None:
-            await self._answer(
-                Output(
+        try:
+            message: Message
+            if self._is_last:
+                message = _output(forward, outcome.choices, trace)
+            elif hop is not None:
+                message = forward.onward(outcome.hidden, session.dtype, trace)
+            else:
+                message = Output(
                     session=forward.session,
                     epoch=forward.epoch,
                     step=forward.step,
                     ids=_NO_IDS,
                     hidden=outcome.hidden,
-                    dtype=self.session.dtype,
+                    dtype=session.dtype,
                     trace=trace,
                 )
-            )
-        else:
-            onward = forward.onward(outcome.hidden, self.session.dtype, trace)
-            try:
-                self._codec_s = hop.send(onward)
-                await hop.drain()
-            except LocalProtocolError as error:
-                self._tell(error, step=forward.step)  # this peer's own: f16 cannot hold it, or it is too large
-            except SwarmError as error:
-                self._tell(hop.fault(error), step=forward.step, peer=hop.peer_id)
-
-    async def _answer(self, output: Output) -> None:
-        try:
-            self._codec_s = self._opener.send(output)
-            await self._opener.drain()
-        except PeerStalled as error:
-            self._opener.abort(error)
-        except PeerLost:
-            pass  # its connection's end is on its way to the server, which closes the session
+            taker = self._opener if hop is None else hop
+            self._codec_s = taker.send(message, at_once=outcome.batch == 1)
         except SwarmError as error:
-            self._tell(error, step=output.step)
+            self._not_delivered(error, forward, hop)
+            return False
+        return True
+
+    async def _drain(self, forward: Forward, hop: NextHop | None) -> None:
+        """Wait while the side that it went to takes no more."""
+        try:
+            await (self._opener if hop is None else hop).drain()
+        except SwarmError as error:
+            self._not_delivered(error, forward, hop)
+
+    def _not_delivered(self, error: SwarmError, forward: Forward, hop: NextHop | None) -> None:
+        if isinstance(error, LocalProtocolError):
+            self._tell(error, step=forward.step)  # this peer's own: f16 cannot hold it, or it is too large
+        elif hop is not None:
+            self._tell(hop.fault(error), step=forward.step, peer=hop.peer_id)
+        elif isinstance(error, PeerStalled):
+            self._opener.abort(error)
+        elif not isinstance(error, PeerLost):  # its end is on its way to the server, which closes the session
+            self._tell(error, step=forward.step)
 
     def _trace(self, arrival: Arrival, outcome: StepOutcome, waited: float) -> HopTrace:
         """What encoding takes is known only when it is done: the step before stands for this one."""

@@ -75,9 +75,9 @@ class NextHop:
         """What the next hop said or did, as the opener should hear it: its nonsense is its fault, not ours."""
         return fault_of(self.peer_id, error, UnknownSession)
 
-    def send(self, message: Message) -> float:
+    def send(self, message: Message, *, at_once: bool = False) -> float:
         """See `Stream.send`. Raises LocalProtocolError where this may not be sent, else why the connection ended."""
-        return self._channel.send(message)
+        return self._channel.send(message, at_once=at_once)
 
     async def drain(self) -> None:
         """Wait until the next hop takes more. Raises PeerStalled, PeerLost."""

@@ -115,11 +115,11 @@ class Channel:
         finally:
             del self._asked[request]
 
-    def send(self, message: Message) -> float:
+    def send(self, message: Message, *, at_once: bool = False) -> float:
         """Queue it; see `Stream.send`. Raises why the connection ended, if it did."""
         if self._lost is not None:
             raise self._lost
-        return self._stream.send(message)
+        return self._stream.send(message, at_once=at_once)
 
     async def drain(self) -> None:
         """See `Stream.drain`."""

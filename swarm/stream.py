@@ -74,8 +74,9 @@ class Stream(asyncio.Protocol):
 
     # ── what the program calls ──
 
-    def send(self, message: Message) -> float:
+    def send(self, message: Message, *, at_once: bool = False) -> float:
         """Queue `message`; its arrays may be reused afterwards. Never waits. Returns the seconds that encoding took.
+        `at_once`: nothing else is about to be said that it could leave with.
 
         Raises PeerLost if the connection is gone, PeerStalled if too much is unsent (the connection is then
         gone), LocalProtocolError if this side may not say it now.
@@ -87,11 +88,11 @@ class Stream(asyncio.Protocol):
         size = sum(map(len, buffers))
         if size <= _ONE_WRITE:
             # what else this turn of the loop has to say goes with it: many sessions' small steps in one record
-            if not self._outbox:
+            if not self._outbox and not at_once:
                 asyncio.get_running_loop().call_soon(self._flush)
             for buffer in buffers:
                 self._outbox += buffer
-            if len(self._outbox) > _MOST_TOGETHER:
+            if at_once or len(self._outbox) > _MOST_TOGETHER:
                 self._flush()
         else:
             self._flush()

@@ -77,15 +77,21 @@ def test_a_filled_cache_is_used_although_nothing_can_be_written_there(
 ) -> None:
     monkeypatch.setenv("SWARM_DEMO_MODEL", str(smollm2_gguf))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    place = tmp_path / "aipc-swarm" / "demo" / f"{smollm2_gguf.stem}-{SHA256[:12]}-{__version__}"
-    place.parent.mkdir(parents=True)
-    place.symlink_to(smollm2_package)
+    place = fill(tmp_path, smollm2_gguf, smollm2_package)
 
     def refused(_: Path) -> NoReturn:
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr("swarm.demo.locked", refused)
     assert prepare_package(messages()) == place
+
+
+def fill(cache: Path, gguf: Path, package: Path) -> Path:
+    """Where a demo with this cache finds its package."""
+    place = cache / "aipc-swarm" / "demo" / f"{gguf.stem}-{SHA256[:12]}-{__version__}"
+    place.parent.mkdir(parents=True)
+    place.symlink_to(package)
+    return place
 
 
 def test_the_grid_that_the_demo_reckons_with_is_the_models(smollm2_package: Path) -> None:
@@ -100,10 +106,10 @@ def test_a_prompt_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
 class Run:
     """A demo as a terminal would run it: a Ctrl-C goes to its whole process group."""
 
-    def __init__(self, folder: Path, cache: Path | None) -> None:
+    def __init__(self, folder: Path, cache: Path) -> None:
         self.output = folder / "stdout"
         self.errors = folder / "stderr"
-        environment = os.environ | ({"XDG_CACHE_HOME": str(cache)} if cache else {})
+        environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
         with self.output.open("wb") as out, self.errors.open("wb") as err:
             self.process = subprocess.Popen(
                 swarm_command("demo", "--max-new-tokens", "400", "--peers", "2"),
@@ -131,7 +137,7 @@ class Run:
 
 
 @contextmanager
-def running(folder: Path, cache: Path | None = None) -> Iterator[Run]:
+def running(folder: Path, cache: Path) -> Iterator[Run]:
     run = Run(folder, cache)
     try:
         yield run
@@ -154,10 +160,16 @@ def answers(run: Run) -> bool:
 
 @pytest.mark.parametrize("moment", [converts, starts_peers, answers])
 def test_an_interrupt_leaves_no_process_and_no_port(
-    moment: Callable[[Run], bool], smollm2_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moment: Callable[[Run], bool],
+    smollm2_gguf: Path,
+    smollm2_package: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SWARM_DEMO_MODEL", str(smollm2_gguf))
-    cache = tmp_path / "cache" if moment is converts else None  # nothing is exported yet there
+    cache = tmp_path / "cache"
+    if moment is not converts:
+        fill(cache, smollm2_gguf, smollm2_package)
     with running(tmp_path, cache) as run:
         wait_until(lambda: moment(run) or run.process.poll() is not None, moment.__name__)
         family = run.children

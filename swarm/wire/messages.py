@@ -50,6 +50,7 @@ MAX_PREFIX_BYTES = 32 << 10
 MAX_DETAIL = 32
 MAX_DETAIL_VALUES = 1024
 GREEDY = Sampling()
+_FLOAT = {float}
 _TIMES = ("queue_s", "compute_s", "codec_s", "received_at", "sent_at")
 
 Ids = NDArray[np.int32]
@@ -213,10 +214,11 @@ class HopTrace:
 
     def __post_init__(self) -> None:
         check(isinstance(self.peer, str) and len(self.peer) <= 64, self, "peer")
-        for name in _TIMES:
-            value = getattr(self, name)
-            if not isinstance(value, float) or not math.isfinite(value):
-                raise wrong(self, name)
+        times = self.queue_s, self.compute_s, self.codec_s, self.received_at, self.sent_at
+        if set(map(type, times)) != _FLOAT or not math.isfinite(sum(times)):
+            for name, value in zip(_TIMES, times, strict=True):
+                if not isinstance(value, float) or not math.isfinite(value):
+                    raise wrong(self, name)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -247,27 +249,26 @@ class Forward(Message):
         check(is_array(self.tokens, np.int32, 1) and 0 < len(self.tokens) <= MAX_STEP_TOKENS, self, "tokens")
         check(self.rows <= min(len(self.tokens), MAX_STEP_ROWS), self, "rows")
         check(self.dtype in HIDDEN_DTYPES, self, "dtype")
-        if self.hidden is not None:
-            check(is_array(self.hidden, np.float32, 2) and len(self.hidden) == len(self.tokens), self, "hidden")
-            check(self.hidden.shape[1] > 0, self, "hidden")
+        self._check_hidden()
         check(isinstance(self.sampling, Sampling), self, "sampling")
         check(len(self.trace) <= MAX_HOPS, self, "trace")
 
     def onward(self, hidden: Hidden | None, dtype: str, trace: tuple[HopTrace, ...]) -> Forward:
-        """The same tokens with what a hop made of them, for the next one. Once a token and hop, so without
-        `dataclasses.replace`, which looks at each field."""
-        return Forward(
-            session=self.session,
-            epoch=self.epoch,
-            step=self.step,
-            start=self.start,
-            rows=self.rows,
-            tokens=self.tokens,
-            sampling=self.sampling,
-            hidden=hidden,
-            dtype=dtype,
-            trace=trace,
-        )
+        """The same tokens with what a hop made of them, for the next one.
+
+        Once a token and hop, so what was checked when it came is not checked again. Raises LocalProtocolError where
+        `hidden` is not for these tokens, or it came with as many traces as there may be.
+        """
+        following = object.__new__(Forward)
+        vars(following).update(vars(self), hidden=hidden, dtype=dtype, trace=trace)
+        following._check_hidden()
+        check(len(trace) <= MAX_HOPS, following, "trace")
+        return following
+
+    def _check_hidden(self) -> None:
+        if self.hidden is not None:
+            check(is_array(self.hidden, np.float32, 2) and len(self.hidden) == len(self.tokens), self, "hidden")
+            check(self.hidden.shape[1] > 0, self, "hidden")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -20,6 +20,7 @@ from swarm.localswarm import LocalSwarm, Member
 from swarm.manifest import Manifest, load_manifest
 from swarm.stream import connect
 from tests.cases.conftest import ChatIds
+from tests.cases.observer import eventually, look_up
 from tests.cases.town import House, Town, names_on, spans_on, town_in
 from tests.conftest import GreedyReference
 from tests.harness import PATIENCE_S, run_swarm
@@ -91,6 +92,7 @@ def test_no_layout_changes_a_greedy_or_a_sampled_text(
                 town["whole"].kill()
                 async with _crowded(town["ben"], one):
                     await write("two, relayed", client, LESS_ROOM)
+            await eventually(lambda: _is_not_called_lost(town, one), "anna says no more that there is no way to ben")
             for layout, swarm in (("two", town), ("three", standing_swarm)):
                 async with await _connect(one, swarm.addresses) as client:
                     await write(layout, client, LESS_ROOM)
@@ -123,6 +125,13 @@ async def _crowded(member: Member, model: Manifest) -> AsyncIterator[None]:
                 stream = await connect(Address.parse(member.address), client_hello(model.digest))
                 stack.push_async_callback(stream.close)
         yield
+
+
+async def _is_not_called_lost(town: Town, model: Manifest) -> bool:
+    """Who measured the ways while all connections were taken has announced that there is none."""
+    records = await look_up(town.addresses[0], model.digest)
+    link = records["anna"].links.get(records["ben"].peer_id)
+    return link is None or link.reachable
 
 
 # -- case 11
