@@ -44,6 +44,11 @@ class StepJob(Due):
         self.hidden: list[NDArray[np.float32]] = []
         self.choices: list[Choice] = []
 
+    def drop(self) -> None:
+        """Nobody waits for it any more. To be called in the event loop."""
+        self.dropped = True
+        self.future.cancel()
+
     def portion(self, count: int) -> Step:
         """The next `count` tokens as a step of their own; of the rows that are wanted, those among them."""
         step, first, last = self.step, self.done, self.done + count

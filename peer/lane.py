@@ -11,11 +11,12 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from peer.job import StepOutcome
+from peer.job import StepJob, StepOutcome
 from peer.onward import NextHop
 from peer.sessions import Arrival, Session, SessionTable
 from peer.worker import Worker
@@ -65,6 +66,15 @@ def step_of(forward: Forward, session: Session, key: str, *, is_last: bool) -> S
     )
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A step that was taken: on its way to the device, or what is wrong with it. It `waited` so many seconds."""
+
+    arrival: Arrival
+    waited: float
+    sent: tuple[Step, StepJob] | SwarmError
+
+
 class Lane:
     """The steps of `session` in its present epoch, on `engine`, which knows the session as `key`.
 
@@ -101,6 +111,8 @@ class Lane:
         self._failed = failed
         self._clock = clock
         self._wake = asyncio.Event()
+        self._rests = False
+        self._begun: _Begun | None = None
         self._last_step = 0
         self._codec_s = 0.0
         self._task: asyncio.Task[None] | None = None
@@ -110,7 +122,10 @@ class Lane:
         return self.session.name
 
     def wake(self) -> None:
-        """A step was queued."""
+        """A step was queued. Where the lane was at rest it is on its way to the device now, before the loop turns."""
+        if self._rests:
+            self._rests = False
+            self._begun = self._begin()
         self._wake.set()
 
     def lead_to(self, hop: NextHop | None) -> None:
@@ -127,20 +142,24 @@ class Lane:
         self.lead_to(None)
         if self._task is not None:
             self._task.cancel()
+        if self._begun is not None and not isinstance(self._begun.sent, SwarmError):
+            self._begun.sent[1].drop()
+            self._table.finish(self.session, length=None)
 
     async def _run(self) -> None:
         while True:
-            arrival = self._table.take(self.session)
-            if arrival is None:
+            begun, self._begun = self._begun or self._begin(), None
+            if begun is None:
                 self._wake.clear()
+                self._rests = True
                 await self._wake.wait()
                 continue
             try:
-                await self._serve(arrival)
+                await self._serve(begun)
             except Exception as error:  # a client that waits for ever would be worse
                 _log.exception("session %s: a step failed in a way that nobody foresaw", self.name)
                 bug = PeerFailed(f"a bug of this peer: {type(error).__name__}: {error}")
-                self._tell(bug, step=arrival.forward.step)
+                self._tell(bug, step=begun.arrival.forward.step)
                 self._broken(self.session)
 
     def hop_failed(self, error: SwarmError, failure: Failure | None) -> None:
@@ -154,17 +173,30 @@ class Lane:
         step = failure.step if failure is not None else self._last_step
         self._tell(error, step=step, peer=(failure.peer if failure is not None else "") or peer)
 
-    async def _serve(self, arrival: Arrival) -> None:
-        forward = arrival.forward
-        length = None
+    def _begin(self) -> _Begun | None:
+        """The next step; None where none waits."""
+        arrival = self._table.take(self.session)
+        if arrival is None:
+            return None
         waited = self._clock() - arrival.at
         try:
-            step = step_of(forward, self.session, self.key, is_last=self._is_last)
-            outcome = await self._compute(forward, step)
+            step = step_of(arrival.forward, self.session, self.key, is_last=self._is_last)
+            return _Begun(arrival, waited, (step, self._submit(arrival.forward, step)))
+        except SwarmError as error:
+            return _Begun(arrival, waited, error)
+
+    async def _serve(self, begun: _Begun) -> None:
+        forward = begun.arrival.forward
+        length = None
+        try:
+            if isinstance(begun.sent, SwarmError):
+                raise begun.sent
+            step, job = begun.sent
+            outcome = await self._worker.outcome(job)
             length = step.end
             hop = None if self._is_last else self.hop
             is_void = self._table.is_void(self.session, forward)
-            is_sent = not is_void and self._send(arrival, outcome, waited, hop)  # first: the rest while it travels
+            is_sent = not is_void and self._send(begun, outcome, hop)  # first: the rest is done while it travels
             self.session.remember(forward)
             self._computed(self.session, step, outcome)
         except SwarmError as error:
@@ -177,11 +209,11 @@ class Lane:
         if is_sent:
             await self._drain(forward, hop)
 
-    async def _compute(self, forward: Forward, step: Step) -> StepOutcome:
+    def _submit(self, forward: Forward, step: Step) -> StepJob:
         session, history = self.session, _NO_IDS
         if self._is_last and forward.sampling.looks_back:
             history = np.concatenate([session.history[: step.start], step.tokens])
-        return await self._worker.run(
+        return self._worker.submit(
             self.engine,
             step,
             forward.sampling if self._is_last else None,
@@ -191,12 +223,12 @@ class Lane:
             hops=session.hops,
         )
 
-    def _send(self, arrival: Arrival, outcome: StepOutcome, waited: float, hop: NextHop | None) -> bool:
+    def _send(self, begun: _Begun, outcome: StepOutcome, hop: NextHop | None) -> bool:
         """Onward to `hop`, or to the opener. Whether it went."""
-        forward, session = arrival.forward, self.session
+        forward, session = begun.arrival.forward, self.session
         session.sent += 1
         self._last_step = forward.step
-        trace = (*forward.trace, self._trace(arrival, outcome, waited))
+        trace = (*forward.trace, self._trace(begun, outcome))
         try:
             message: Message
             if self._is_last:
@@ -237,14 +269,14 @@ class Lane:
         elif not isinstance(error, PeerLost):  # its end is on its way to the server, which closes the session
             self._tell(error, step=forward.step)
 
-    def _trace(self, arrival: Arrival, outcome: StepOutcome, waited: float) -> HopTrace:
+    def _trace(self, begun: _Begun, outcome: StepOutcome) -> HopTrace:
         """What encoding takes is known only when it is done: the step before stands for this one."""
         return HopTrace(
             peer=self._peer_id,
-            queue_s=waited + outcome.queue_s,
+            queue_s=begun.waited + outcome.queue_s,
             compute_s=outcome.compute_s,
             codec_s=self._codec_s,
-            received_at=arrival.at,
+            received_at=begun.arrival.at,
             sent_at=self._clock(),
         )
 

@@ -132,6 +132,21 @@ class Worker:
         Raises the step's own StepError; PeerFailed where the device failed; PeerBusy where too much waits.
         Cancelled while it waits, the step never runs; while it runs, its result is dropped.
         """
+        job = self.submit(engine, step, sampling, history, client=client, opened_at=opened_at, hops=hops)
+        return await self.outcome(job)
+
+    def submit(
+        self,
+        engine: Engine,
+        step: Step,
+        sampling: Sampling | None,
+        history: NDArray[np.int32],
+        *,
+        client: Hashable = None,
+        opened_at: float = 0.0,
+        hops: int = 1,
+    ) -> StepJob:
+        """The first half of `run`: the step is on its way to the device. Raises PeerBusy."""
         job = StepJob(
             session=step.session,
             client=client,
@@ -150,6 +165,10 @@ class Worker:
             raise PeerBusy(f"{self._waiting} steps wait for this peer's device; send again later", retry_after=1.0)
         self._waiting += 1
         self._due.put(job)
+        return job
+
+    async def outcome(self, job: StepJob) -> StepOutcome:
+        """The second half of `run`."""
         try:
             outcome: StepOutcome = await job.future
             return outcome
