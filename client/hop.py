@@ -106,8 +106,9 @@ class Hop:
         await line.channel.ask(question, Linked, timeout=self._config.open_timeout_s)
 
     def send(self, forward: Forward) -> None:
-        """Queue a step. Raises PeerLost."""
-        self._open_line().channel.send(forward)
+        """Queue a step; with others on the line it leaves together with theirs. Raises PeerLost."""
+        line = self._open_line()
+        line.channel.send(forward, at_once=len(line.listeners) == 1)
 
     async def ping(self, timeout: float) -> Pong:
         """How far the session is there. Raises PeerStalled, PeerLost."""

@@ -418,6 +418,25 @@ async def test_messages_keep_their_order_in_any_pieces() -> None:
 
 
 @in_loop
+async def test_small_messages_of_a_turn_leave_together_and_who_is_alone_leaves_at_once() -> None:
+    caller, peer, near, _ = await memory_pair(LIMITS)
+    near.held = True
+    caller.send(Ping(request=1))
+    assert near.get_write_buffer_size() == 0
+    caller.send(Ping(request=2), at_once=True)  # with what waited
+    written = near.get_write_buffer_size()
+    assert written > 0
+    await asyncio.sleep(0)
+    assert near.get_write_buffer_size() == written  # and nothing twice
+    caller.send(Ping(request=3))
+    await asyncio.sleep(0)
+    assert near.get_write_buffer_size() > written
+    near.release()
+    assert [await peer.receive() for _ in range(3)] == [Ping(request=request) for request in (1, 2, 3)]
+    await caller.close()
+
+
+@in_loop
 async def test_what_may_not_be_said_is_not_sent() -> None:
     caller, peer, _, _ = await memory_pair(LIMITS)
     with pytest.raises(LocalProtocolError):
