@@ -3,8 +3,8 @@
 Every way of a step takes SECONDS longer: from the client to the first hop, from hop to hop, and back from the last.
 
 =======  ==============================================================================================
-`sleep`  plain sleeps at the hop, before a step and before an answer: one thing at a time, so that steps
-         which follow each other wait for each other's sleeps
+`sleep`  plain sleeps at the hop, after a step, and once more before an answer: one thing at a time, so that
+         steps which follow each other wait for each other's sleeps
 `proxy`  a TCP proxy in front of the peer releases each chunk at its due time, in both directions:
          several are in flight, as on a real line, which takes BYTES_PER_S (0: any number). Looking peers
          up goes past it; sessions do not
@@ -19,7 +19,6 @@ import asyncio
 import runpy
 import socket
 import sys
-from typing import Any
 
 from swarm import telemetry
 
@@ -33,21 +32,19 @@ def prefix(method: str, seconds: float, bytes_per_s: float = 0.0) -> list[str]:
 
 
 def sleep_at_the_hop(seconds: float, _: float) -> None:
-    """Patch this process's lanes."""
-    from peer.lane import Lane
+    """Patch this process's worker: what a step gave is there later. A session's next step waits for that."""
+    from peer.job import StepJob, StepOutcome
+    from peer.worker import Worker
 
-    serve, deliver = Lane._serve, Lane._deliver
+    outcome = Worker.outcome
 
-    async def late_serve(lane: Lane, arrival: Any) -> None:
-        await asyncio.sleep(seconds)
-        await serve(lane, arrival)
+    async def late_outcome(worker: Worker, job: StepJob) -> StepOutcome:
+        given = await outcome(worker, job)
+        ways = 1 if job.sampling is None else 2  # from the last hop there is one back, too
+        await asyncio.sleep(ways * seconds)
+        return given
 
-    async def late_deliver(lane: Lane, *given: Any) -> None:
-        if lane._is_last:
-            await asyncio.sleep(seconds)
-        await deliver(lane, *given)
-
-    Lane._serve, Lane._deliver = late_serve, late_deliver  # type: ignore[method-assign, assignment]
+    Worker.outcome = late_outcome  # type: ignore[method-assign, assignment]
 
 
 def proxy_before_the_peer(seconds: float, bytes_per_s: float) -> None:
