@@ -133,8 +133,9 @@ class Pipeline:
     def furthest(self, length: int) -> int:
         """The position up to which guesses may go after `length` known tokens: every hop can still forget them."""
         static, circuit = self._manifest.static, self._circuit
-        unbounded = static is None or circuit is None or circuit.takes(self.max_tokens)
-        return self.max_tokens if static is None or unbounded else static.furthest(length)
+        if static is None or circuit is None or circuit.takes(self.max_tokens):
+            return self.max_tokens
+        return static.furthest(length)
 
     def describe_route(self) -> str:
         """The hops for a person; empty before the first step."""

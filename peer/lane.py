@@ -68,11 +68,11 @@ def step_of(forward: Forward, session: Session, key: str, *, is_last: bool) -> S
 
 @dataclass(frozen=True)
 class _Begun:
-    """A step that was taken: on its way to the device, or what is wrong with it. It `waited` so many seconds."""
+    """A step that was taken: on its way to the device, or what went wrong. It `waited` so many seconds."""
 
     arrival: Arrival
     waited: float
-    sent: tuple[Step, StepJob] | SwarmError
+    sent: tuple[Step, StepJob] | Exception
 
 
 class Lane:
@@ -142,8 +142,9 @@ class Lane:
         self.lead_to(None)
         if self._task is not None:
             self._task.cancel()
-        if self._begun is not None and not isinstance(self._begun.sent, SwarmError):
-            self._begun.sent[1].drop()
+        if self._begun is not None:
+            if not isinstance(self._begun.sent, Exception):
+                self._begun.sent[1].drop()
             self._table.finish(self.session, length=None)
 
     async def _run(self) -> None:
@@ -182,14 +183,14 @@ class Lane:
         try:
             step = step_of(arrival.forward, self.session, self.key, is_last=self._is_last)
             return _Begun(arrival, waited, (step, self._submit(arrival.forward, step)))
-        except SwarmError as error:
+        except Exception as error:  # `_run` tells it, a bug too
             return _Begun(arrival, waited, error)
 
     async def _serve(self, begun: _Begun) -> None:
         forward = begun.arrival.forward
         length = None
         try:
-            if isinstance(begun.sent, SwarmError):
+            if isinstance(begun.sent, Exception):
                 raise begun.sent
             step, job = begun.sent
             outcome = await self._worker.outcome(job)

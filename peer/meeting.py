@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import itertools
 import math
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from peer.config import JoinConfig
 from peer.places import advertised_hosts, directory_port
 from peer.report import Report
-from swarm.errors import DirectoryError, PeerError, WrongPeer
+from swarm.errors import DirectoryError, PeerError, SwarmError, WrongPeer
 from swarm.peers import PeerDirectory, told_on_trust
 from swarm.wire.messages import Hello
 from swarm.wire.questions import AskDht, DhtAddresses
@@ -37,6 +38,7 @@ class Meeting:
         self._report = report
         self._hello = hello
         self._stack = stack
+        self._said = ""
 
     async def meet(self) -> tuple[tuple[str, ...], PeerDirectory | None]:
         """Where the DHT of the initial peers is, and a way to ask them; nothing and None where none is named.
@@ -59,18 +61,6 @@ class Meeting:
 
         Raises DirectoryError, WrongPeer.
         """
-
-        async def ask_again() -> tuple[str, ...]:
-            if contact is None:
-                return ()
-            try:
-                return await _seeds(contact)
-            except WrongPeer:
-                raise
-            except (PeerError, DirectoryError) as error:
-                self._report.say(f"{error}; trying again")
-                return ()
-
         # here, because only who joins a DHT needs it; in a thread, because an import blocks
         dht = await asyncio.to_thread(importlib.import_module, "swarm.dht")
         dht_port = self._config.dht_port
@@ -80,7 +70,7 @@ class Meeting:
             announce_hosts=advertised_hosts(host),
             initial=seeds,
             patience_s=math.inf if self._config.wait_s is None else self._config.wait_s,
-            ask_again=ask_again,
+            ask_again=None if contact is None else functools.partial(self._others, contact),
             say=self._report.say,
         )
         self._stack.push_async_callback(directory.close)
@@ -89,7 +79,7 @@ class Meeting:
     async def until_it_works(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Try again, saying so, while others do not answer. Raises WrongPeer at once, PeerError, DirectoryError."""
         deadline = math.inf if self._config.wait_s is None else time.monotonic() + self._config.wait_s
-        said = ""
+        self._said = ""
         for pause in itertools.chain(_BACK_OFF_S, itertools.repeat(_BACK_OFF_S[-1])):
             try:
                 return await attempt()
@@ -98,11 +88,25 @@ class Meeting:
             except (PeerError, DirectoryError) as error:
                 if time.monotonic() + pause > deadline:
                     raise
-                if str(error) != said:
-                    said = str(error)
-                    self._report.say(f"{said}; trying again")
+                self._complain(error)
             await asyncio.sleep(pause)
         raise AssertionError("the pauses never end")
+
+    async def _others(self, contact: PeerDirectory) -> tuple[str, ...]:
+        """As `dht.AskAgain` says. Raises WrongPeer."""
+        try:
+            return await _seeds(contact)
+        except WrongPeer:
+            raise
+        except (PeerError, DirectoryError) as error:
+            self._complain(error)
+            return ()
+
+    def _complain(self, error: SwarmError) -> None:
+        """Say it once, not at every attempt."""
+        if str(error) != self._said:
+            self._said = str(error)
+            self._report.say(f"{error}; trying again")
 
 
 async def _seeds(contact: PeerDirectory) -> tuple[str, ...]:

@@ -113,28 +113,6 @@ class Worker:
         self._due.put(_END)
         await self._loop.run_in_executor(None, self._thread.join)
 
-    async def run(
-        self,
-        engine: Engine,
-        step: Step,
-        sampling: Sampling | None,
-        history: NDArray[np.int32],
-        *,
-        client: Hashable = None,
-        opened_at: float = 0.0,
-        hops: int = 1,
-    ) -> StepOutcome:
-        """One step, off the loop. `sampling` None: the engine has no head, and hidden states come out.
-
-        `history` [step.end] int32 holds all ids of the session up to the step's end. `client` is whom fairness is
-        about, `opened_at` the session's age, `hops` the length of its route.
-
-        Raises the step's own StepError; PeerFailed where the device failed; PeerBusy where too much waits.
-        Cancelled while it waits, the step never runs; while it runs, its result is dropped.
-        """
-        job = self.submit(engine, step, sampling, history, client=client, opened_at=opened_at, hops=hops)
-        return await self.outcome(job)
-
     def submit(
         self,
         engine: Engine,
@@ -146,7 +124,11 @@ class Worker:
         opened_at: float = 0.0,
         hops: int = 1,
     ) -> StepJob:
-        """The first half of `run`: the step is on its way to the device. Raises PeerBusy."""
+        """Send a step to the device. `sampling` None: the engine has no head, and hidden states come out.
+
+        `history` [step.end] int32 holds all ids of the session up to the step's end. `client` is whom fairness is
+        about, `opened_at` the session's age, `hops` the length of its route. Raises PeerBusy where too much waits.
+        """
         job = StepJob(
             session=step.session,
             client=client,
@@ -168,12 +150,15 @@ class Worker:
         return job
 
     async def outcome(self, job: StepJob) -> StepOutcome:
-        """The second half of `run`."""
+        """What it gave. Raises the step's own StepError; PeerFailed where the device failed.
+
+        Cancelled while it waits, the step never runs; while it runs, its result is dropped.
+        """
         try:
             outcome: StepOutcome = await job.future
             return outcome
         except asyncio.CancelledError:
-            job.dropped = True
+            job.drop()
             raise
 
     async def call(self, function: Callable[[], T]) -> T:

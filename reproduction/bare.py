@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import socket
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reproduction.models import Model
-from reproduction.peers import CORES
+from reproduction.peers import stage_processes
 from swarm.engine.base import Step
 from swarm.engine.paged import open_paged_engine
 from swarm.manifest import load_manifest
@@ -55,23 +54,15 @@ class BareStages:
 @contextmanager
 def bare_stages(model: Model, spans: Sequence[LayerRange]) -> Iterator[BareStages]:
     """A process for each span, each on a core of its own."""
-    with ExitStack() as stack:
-        processes = []
-        for core, span in zip(CORES, spans, strict=False):
-            command = ["taskset", "-c", str(core), sys.executable, "-m", "reproduction.bare", str(model.package)]
-            command += [str(span.first), str(span.last)]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            processes.append(stack.enter_context(process))
-            stack.callback(process.kill)
-        home = stack.enter_context(socket.create_server((_HOST, 0)))
-        ports = [int(process.stdout.readline()) for process in processes if process.stdout]
-        for process, port in zip(processes, [*ports[1:], home.getsockname()[1]], strict=True):
-            assert process.stdin is not None
-            process.stdin.write(f"{port}\n")
-            process.stdin.flush()
-        to_first = stack.enter_context(_connected(ports[0]))
-        from_last = stack.enter_context(home.accept()[0])
-        yield BareStages(to_first, from_last)
+    with (
+        stage_processes("reproduction.bare", model, spans) as ends,
+        socket.create_server((_HOST, 0)) as home,
+    ):
+        ports = [int(stdout.readline()) for _, stdout in ends]
+        for (stdin, _), port in zip(ends, [*ports[1:], home.getsockname()[1]], strict=True):
+            stdin.write(f"{port}\n")
+        with _connected(ports[0]) as to_first, home.accept()[0] as from_last:
+            yield BareStages(to_first, from_last)
 
 
 def main(package: Path, span: LayerRange) -> None:

@@ -9,17 +9,17 @@ a token each takes.
 from __future__ import annotations
 
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 from reproduction.models import Model
-from reproduction.peers import CORES
+from reproduction.peers import stage_processes
 from swarm.engine.base import Step
 from swarm.engine.paged import open_paged_engine
 from swarm.manifest import load_manifest
@@ -32,38 +32,22 @@ _KV_TOKENS = 4096
 class Stages:
     """Made by `busy_stages`."""
 
-    def __init__(self, processes: Sequence[subprocess.Popen[str]]) -> None:
-        self._processes = processes
+    def __init__(self, ends: Sequence[tuple[IO[str], IO[str]]]) -> None:
+        self._ends = ends
 
     def speed(self, users: int) -> float:
         """Tokens a second of `users` in two halves, of which each stage always has one."""
-        for process in self._processes:
-            assert process.stdin is not None
-            print(users // 2, file=process.stdin, flush=True)
-        slowest = max(_answer(process) for process in self._processes)
+        for stdin, _ in self._ends:
+            stdin.write(f"{users // 2}\n")
+        slowest = max(float(stdout.readline()) for _, stdout in self._ends)
         return (users // 2) / slowest
-
-
-def _answer(process: subprocess.Popen[str]) -> float:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    if not line:
-        raise RuntimeError(f"a stage ended with {process.wait()}")
-    return float(line)
 
 
 @contextmanager
 def busy_stages(model: Model, spans: Sequence[LayerRange], precision: str) -> Iterator[Stages]:
     """A process for each span, each on a core of its own."""
-    with ExitStack() as stack:
-        processes = []
-        for core, span in zip(CORES, spans, strict=False):
-            command = ["taskset", "-c", str(core), sys.executable, "-m", "reproduction.busy", str(model.package)]
-            command += [str(span.first), str(span.last), precision]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            processes.append(stack.enter_context(process))
-            stack.callback(process.kill)
-        stages = Stages(processes)
+    with stage_processes("reproduction.busy", model, spans, precision) as ends:
+        stages = Stages(ends)
         stages.speed(2)  # both have compiled
         yield stages
 

@@ -7,8 +7,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
 
 from reproduction.models import Model
 from swarm.localswarm import LISTENING, LocalSwarm, Member
@@ -61,6 +62,25 @@ os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 while True:
     pass
 """
+
+
+@contextmanager
+def stage_processes(
+    module: str, model: Model, spans: Sequence[LayerRange], *words: str
+) -> Iterator[list[tuple[IO[str], IO[str]]]]:
+    """`python -m MODULE PACKAGE FIRST LAST WORDS...` for each span, on a core of its own: their stdin and stdout."""
+    with ExitStack() as stack:
+        ends = []
+        for core, span in zip(CORES, spans, strict=False):
+            command = ["taskset", "-c", str(core), sys.executable, "-m", module]
+            command += [str(model.package), str(span.first), str(span.last), *words]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            ends.append((process.stdin, process.stdout))
+        yield ends
 
 
 @contextmanager

@@ -10,9 +10,10 @@ batches are of many sizes: the kernels for the last of them stay (`swarm/engine/
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import psutil
 
@@ -58,14 +59,15 @@ async def _soak(model: Model, swarm: LocalSwarm, say: Say, seconds: float, users
         for turn in range(-(-KV_TOKENS // LONG)):
             await crowd.write(_long_prompt(prompts, turn), TOKENS)
         single = [_held(member) for member in staying]
-        await _come_and_go(crowd, prompts, alone, chance, done, users, time.monotonic() + _FIRST * seconds)
+        visit = functools.partial(_visit, crowd, prompts, alone, chance, done)
+        await _come_and_go(visit, users, time.monotonic() + _FIRST * seconds)
         before = [_held(member) for member in staying]
         mortal = [swarm.join(model.package, span, initial=[staying[0].address]) for span in even(model, len(staying))]
         await asyncio.to_thread(swarm.wait, mortal)
         watched: list[list[float]] = []
         until = time.monotonic() + seconds
         async with asyncio.TaskGroup() as group:
-            group.create_task(_come_and_go(crowd, prompts, alone, chance, done, users, until))
+            group.create_task(_come_and_go(visit, users, until))
             group.create_task(_kill(swarm, model, mortal, until, kill_every_s, say))
             group.create_task(_watch(staying, watched, done, until, say))
         records = await _settled(model, swarm)
@@ -124,20 +126,12 @@ def _long_prompt(prompts: Sequence[list[int]], turn: int) -> list[int]:
     return (ids * -(-LONG // len(ids)))[:LONG]
 
 
-async def _come_and_go(
-    crowd: Users,
-    prompts: Sequence[list[int]],
-    alone: dict[tuple[int, ...], tuple[int, ...]],
-    chance: random.Random,
-    done: dict[str, int],
-    users: int,
-    until: float,
-) -> None:
+async def _come_and_go(visit: Callable[[], Awaitable[None]], users: int, until: float) -> None:
     """So many users at a time, until it is late."""
 
     async def user() -> None:
         while time.monotonic() < until:
-            await _visit(crowd, prompts, alone, chance, done)
+            await visit()
 
     async with asyncio.TaskGroup() as group:
         for _ in range(users):

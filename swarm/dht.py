@@ -258,7 +258,7 @@ class HivemindDirectory:
 
     async def _join_first(self, node: Node, patience_s: float, ask_again: AskAgain | None) -> None:
         deadline = time.monotonic() + patience_s
-        attempt, said = 0, ""
+        attempt = 0
         while problems := await self._join(node, self._initial):
             if len(problems) < len(self._initial):
                 break
@@ -266,9 +266,7 @@ class HivemindDirectory:
             pause = _BACK_OFF_S[min(attempt, len(_BACK_OFF_S) - 1)]
             if time.monotonic() + pause > deadline:
                 raise DirectoryError(f"no node of the DHT can be joined ({listed}); give another initial peer")
-            if listed != said:
-                said = listed
-                self._say(f"no node of the DHT answers yet ({listed}); trying again")
+            self._complain(f"no node of the DHT answers yet ({listed}); trying again")
             await asyncio.sleep(pause)
             attempt += 1
             if ask_again is not None:
@@ -331,13 +329,17 @@ class HivemindDirectory:
         lost = {name: places for name, places in (self._met | self._initial).items() if name not in near}
         try:
             problems = await self._join(node, lost) if lost else {}
-        except DirectoryError as error:  # a clock; it is said once, not at every tick
-            if str(error) != self._complaint:
-                self._complaint = str(error)
-                self._say(self._complaint)
+        except DirectoryError as error:  # a clock
+            self._complain(str(error))
             return
         for name in problems:
             self._met.pop(name, None)
+
+    def _complain(self, text: str) -> None:
+        """Say it once, not at every attempt."""
+        if text != self._complaint:
+            self._complaint = text
+            self._say(text)
 
     async def _reopen(self) -> Node:
         attempt = 0

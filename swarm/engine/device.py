@@ -57,9 +57,8 @@ def compile_span(
     Raises ConfigError for a setting that cannot be, EngineError for what the device would not do.
     """
     core = ov.Core()
-    os.environ.setdefault(
-        _ONEDNN_KEEPS, str(_KEPT_KERNELS)
-    )  # read when the first kernel is made; there is no other way
+    # it is read when the first kernel is made; there is no other way
+    os.environ.setdefault(_ONEDNN_KEEPS, str(_KEPT_KERNELS))
     properties = _properties(core, device, precision, threads) | dict(settings or {})
     try:
         if cache_dir is None:

@@ -138,20 +138,45 @@ def test_a_wrong_step_is_told_and_the_next_one_runs() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("turns", [0, 1, 3])
-def test_a_lane_that_is_stopped_leaves_nothing_running(turns: int) -> None:
-    """Before the lane's task went on, or while it waits for the device."""
+@pytest.mark.parametrize("at_rest", [True, False])
+def test_a_step_that_fails_on_its_way_to_the_device_is_told(at_rest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug of the peer: whether the message or the lane's task sends it there, nobody waits for ever."""
+
+    def bug(*given: object, **settings: object) -> None:
+        raise RuntimeError("nobody foresaw this")
 
     async def main() -> None:
         async with street() as on:
-            on.forward(step=0, start=0)
+            if not at_rest:
+                on.forward(step=0, start=0)
+            monkeypatch.setattr(on.worker, "submit", bug)
+            on.forward(step=1, start=0 if at_rest else 1)
+            on.gate.set()
+            await until(lambda: "broken" in on.opener.noted)
+            failure = on.opener.got[-1][0]
+            assert isinstance(failure, Failure)
+            assert "nobody foresaw this" in failure.text
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("start", [0, 7])
+@pytest.mark.parametrize("turns", [0, 1, 3])
+def test_a_lane_that_is_stopped_leaves_nothing_running(turns: int, start: int) -> None:
+    """Before the lane's task went on, or while it waits for the device; a wrong step too, which may have been told."""
+
+    async def main() -> None:
+        async with street() as on:
+            on.forward(step=0, start=start)
             for _ in range(turns):
                 await asyncio.sleep(0)
             on.lane.stop()
             await asyncio.sleep(0)
             on.gate.set()
             await until(lambda: on.worker.waiting == 0)
-            assert on.opener.got == []
+            told = [message for message, _, _ in on.opener.got]
+            assert all(isinstance(message, Failure) for message in told)
+            assert start or told == []
             assert not on.table.find(NAME, opener=on.opener).running
 
     asyncio.run(main())

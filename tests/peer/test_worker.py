@@ -30,6 +30,10 @@ def step(session: str, start: int = 0, tokens: tuple[int, ...] = (1,), rows: int
     return Step(session=session, start=start, tokens=np.array(tokens, np.int32), rows=rows)
 
 
+async def run(worker: Worker, *given: Any, **settings: Any) -> StepOutcome:
+    return await worker.outcome(worker.submit(*given, **settings))
+
+
 @asynccontextmanager
 async def running(batch: int = 1, **settings: Any) -> AsyncIterator[Worker]:
     worker = Worker(InTurn(batch), **settings)
@@ -50,7 +54,7 @@ def test_one_thread_that_is_not_the_loops_does_everything() -> None:
         engine = ToyEngine(WHOLE)
         async with running() as worker:
             await opened(worker, engine, "a", "b")
-            await asyncio.gather(*(worker.run(engine, step(s), Sampling(), NO_IDS) for s in ("a", "b")))
+            await asyncio.gather(*(run(worker, engine, step(s), Sampling(), NO_IDS) for s in ("a", "b")))
             await worker.call(lambda: engine.close("a"))
             assert len(engine.threads) == 1
             assert threading.get_ident() not in engine.threads
@@ -64,10 +68,10 @@ def test_the_last_span_gives_a_choice_for_each_row_and_others_give_hidden_states
         async with running() as worker:
             await opened(worker, whole, "a")
             await opened(worker, part, "a")
-            last = await worker.run(whole, step("a", 0, (1, 2, 3), rows=2), Sampling(), NO_IDS)
+            last = await run(worker, whole, step("a", 0, (1, 2, 3), rows=2), Sampling(), NO_IDS)
             assert last.hidden is None
             assert len(last.choices) == 2
-            middle = await worker.run(part, step("a", 0, (1, 2, 3), rows=0), None, NO_IDS)
+            middle = await run(worker, part, step("a", 0, (1, 2, 3), rows=0), None, NO_IDS)
             assert middle.hidden is not None
             assert middle.hidden.shape == (3, 8)
             assert middle.choices == ()
@@ -82,15 +86,15 @@ def test_the_penalty_sees_the_ids_before_the_chosen_position() -> None:
         engine = ToyEngine(WHOLE)
         async with running() as worker:
             await opened(worker, engine, "a", "b", "c")
-            plain = (await worker.run(engine, step("a"), Sampling(), NO_IDS)).choices[0].token
+            plain = (await run(worker, engine, step("a"), Sampling(), NO_IDS)).choices[0].token
             strict = Sampling(repetition_penalty=100.0)
-            spared = await worker.run(engine, step("b"), strict, np.array([1], np.int32))
+            spared = await run(worker, engine, step("b"), strict, np.array([1], np.int32))
             assert plain != 1
             assert spared.choices[0].token == plain
             engine.close("c")
             engine.open("c", 50)
             cast = step("c", 0, (1, plain), rows=2)
-            first, _ = (await worker.run(engine, cast, strict, np.array([1, plain], np.int32))).choices
+            first, _ = (await run(worker, engine, cast, strict, np.array([1, plain], np.int32))).choices
             assert first.token == plain  # the second id is not in the history of the first choice
 
     asyncio.run(main())
@@ -103,7 +107,7 @@ def test_steps_that_wait_share_a_call_up_to_the_limit() -> None:
         names = [f"s{i}" for i in range(6)]
         async with running(batch=3) as worker:
             await opened(worker, engine, *names)
-            tasks = [asyncio.create_task(worker.run(engine, step(name), Sampling(), NO_IDS)) for name in names]
+            tasks = [asyncio.create_task(run(worker, engine, step(name), Sampling(), NO_IDS)) for name in names]
             await until(lambda: engine.calls != [])
             gate.set()
             await asyncio.gather(*tasks)
@@ -130,7 +134,7 @@ def test_engines_are_not_mixed_and_only_calls_overtake() -> None:
             await opened(worker, second, "x")
 
             def begin(engine: ToyEngine, name: str) -> asyncio.Task[StepOutcome]:
-                return asyncio.create_task(worker.run(engine, step(name), Sampling(), NO_IDS))
+                return asyncio.create_task(run(worker, engine, step(name), Sampling(), NO_IDS))
 
             tasks = [begin(first, "a")]
             await until(lambda: first.calls != [])
@@ -153,7 +157,7 @@ def test_a_wrong_step_fails_alone() -> None:
         async with running(batch=8) as worker:
             await opened(worker, engine, "a", "b", "c")
             tasks = [
-                asyncio.create_task(worker.run(engine, wanted, Sampling(), NO_IDS))
+                asyncio.create_task(run(worker, engine, wanted, Sampling(), NO_IDS))
                 for wanted in (step("a"), step("b", start=7), step("nobody"), step("c"))
             ]
             gate.set()
@@ -175,14 +179,14 @@ def test_a_failing_device_is_this_peers_fault_and_is_reported_when_it_lasts() ->
             engine.broken = EngineError("out of memory")
             for _ in range(2):
                 with pytest.raises(PeerFailed, match="this peer's device failed: out of memory"):
-                    await worker.run(engine, step("a"), Sampling(), NO_IDS)
+                    await run(worker, engine, step("a"), Sampling(), NO_IDS)
             engine.broken = None
-            await worker.run(engine, step("a"), Sampling(), NO_IDS)
+            await run(worker, engine, step("a"), Sampling(), NO_IDS)
             engine.broken = ZeroDivisionError("a bug")
             for _ in range(3):
                 assert heard == []
                 with pytest.raises(PeerFailed, match="ZeroDivisionError: a bug"):
-                    await worker.run(engine, step("a"), Sampling(), NO_IDS)
+                    await run(worker, engine, step("a"), Sampling(), NO_IDS)
             assert len(heard) == 1
 
     asyncio.run(main())
@@ -197,10 +201,10 @@ def test_a_wrong_step_does_not_make_up_for_failures_of_the_device() -> None:
             for _ in range(3):
                 engine.broken = EngineError("out of memory")
                 with pytest.raises(PeerFailed):
-                    await worker.run(engine, step("a"), Sampling(), NO_IDS)
+                    await run(worker, engine, step("a"), Sampling(), NO_IDS)
                 engine.broken = None
                 with pytest.raises(BadStep):
-                    await worker.run(engine, step("a", start=7), Sampling(), NO_IDS)
+                    await run(worker, engine, step("a", start=7), Sampling(), NO_IDS)
             assert len(heard) == 1
 
     asyncio.run(main())
@@ -212,10 +216,10 @@ def test_a_step_cancelled_while_it_waits_never_runs() -> None:
         engine = ToyEngine(WHOLE, gate=gate)
         async with running() as worker:
             await opened(worker, engine, "a", "b", "c")
-            running_step = asyncio.create_task(worker.run(engine, step("a"), Sampling(), NO_IDS))
+            running_step = asyncio.create_task(run(worker, engine, step("a"), Sampling(), NO_IDS))
             await until(lambda: engine.calls != [])
-            waiting = asyncio.create_task(worker.run(engine, step("b"), Sampling(), NO_IDS))
-            after = asyncio.create_task(worker.run(engine, step("c"), Sampling(), NO_IDS))
+            waiting = asyncio.create_task(run(worker, engine, step("b"), Sampling(), NO_IDS))
+            after = asyncio.create_task(run(worker, engine, step("c"), Sampling(), NO_IDS))
             await until(lambda: worker.waiting == 3)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -235,13 +239,13 @@ def test_the_result_of_a_step_cancelled_while_it_runs_is_dropped() -> None:
         engine = ToyEngine(WHOLE, gate=gate)
         async with running() as worker:
             await opened(worker, engine, "a")
-            task = asyncio.create_task(worker.run(engine, step("a"), Sampling(), NO_IDS))
+            task = asyncio.create_task(run(worker, engine, step("a"), Sampling(), NO_IDS))
             await until(lambda: engine.calls != [])
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
             gate.set()
-            outcome = await worker.run(engine, step("a", start=1), Sampling(), NO_IDS)
+            outcome = await run(worker, engine, step("a", start=1), Sampling(), NO_IDS)
             assert outcome.choices
             assert worker.waiting == 0
 
@@ -254,7 +258,7 @@ def test_a_call_runs_even_when_its_caller_gave_up() -> None:
         engine = ToyEngine(WHOLE, gate=gate)
         async with running() as worker:
             await opened(worker, engine, "a")
-            first = asyncio.create_task(worker.run(engine, step("a"), Sampling(), NO_IDS))
+            first = asyncio.create_task(run(worker, engine, step("a"), Sampling(), NO_IDS))
             await until(lambda: engine.calls != [])
             closing = asyncio.create_task(worker.call(lambda: engine.close("a")))
             await until(lambda: worker.waiting == 2)
@@ -276,7 +280,7 @@ def test_a_step_that_waits_when_its_session_ends_is_not_remembered() -> None:
         worker.start()
         await opened(worker, engine, "a")
         worker.post(lambda: gate.wait(20))  # the thread has looked for steps, and is on its way to calls
-        waiting = asyncio.create_task(worker.run(engine, step("a"), Sampling(), NO_IDS, client="somebody"))
+        waiting = asyncio.create_task(run(worker, engine, step("a"), Sampling(), NO_IDS, client="somebody"))
         await until(lambda: worker.waiting == 2)
         waiting.cancel()
         worker.end(engine, "a")
@@ -307,8 +311,8 @@ def test_a_bug_in_the_schedule_is_told_to_who_waits_and_the_thread_goes_on(
         worker.start()
         engine.open("a", 50)
         with pytest.raises(PeerFailed, match="nobody writes"):
-            await worker.run(engine, step("a"), Sampling(), NO_IDS)
-        assert (await worker.run(engine, step("a"), Sampling(), NO_IDS)).choices
+            await run(worker, engine, step("a"), Sampling(), NO_IDS)
+        assert (await run(worker, engine, step("a"), Sampling(), NO_IDS)).choices
         assert worker.waiting == 0
         await worker.close()
 
@@ -322,10 +326,10 @@ def test_a_full_queue_refuses() -> None:
         engine = ToyEngine(WHOLE, gate=gate)
         async with running(most_waiting=2) as worker:
             await opened(worker, engine, "a", "b", "c")
-            tasks = [asyncio.create_task(worker.run(engine, step(name), Sampling(), NO_IDS)) for name in ("a", "b")]
+            tasks = [asyncio.create_task(run(worker, engine, step(name), Sampling(), NO_IDS)) for name in ("a", "b")]
             await until(lambda: worker.waiting == 2)
             with pytest.raises(PeerBusy, match="2 steps wait"):
-                await worker.run(engine, step("c"), Sampling(), NO_IDS)
+                await run(worker, engine, step("c"), Sampling(), NO_IDS)
             gate.set()
             await asyncio.gather(*tasks)
 
