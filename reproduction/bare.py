@@ -73,8 +73,8 @@ def main(package: Path, span: LayerRange) -> None:
         sys.stdout.write(f"{server.getsockname()[1]}\n")
         sys.stdout.flush()
         with _connected(int(sys.stdin.readline())) as onward, server.accept()[0] as source:
-            while True:
-                start, count = _HEADER.unpack(_read(source, _HEADER.size))
+            while header := _read(source, _HEADER.size):
+                start, count = _HEADER.unpack(header)
                 if not start:
                     engine.close("run")
                     engine.open("run", _KV_TOKENS)
@@ -101,12 +101,8 @@ def _connected(port: int) -> socket.socket:
 
 
 def _read(source: socket.socket, count: int) -> bytes:
-    read = bytearray()
-    while len(read) < count:
-        if not (piece := source.recv(count - len(read))):
-            raise EOFError("the stage before has ended")
-        read += piece
-    return bytes(read)
+    """Empty where the stage before has ended."""
+    return source.recv(count, socket.MSG_WAITALL)
 
 
 if __name__ == "__main__":
