@@ -23,6 +23,7 @@ from swarm.engine.base import Engine, Step
 from swarm.errors import ConfigError, EngineError, UnsupportedModel
 from swarm.footprint import kv_token_bytes
 from swarm.manifest import TOKENIZER, Manifest, check_files, load_manifest
+from swarm.priority import give_way
 from swarm.sampling import Sampling
 
 _MOST_KV_TOKENS = 1 << 17
@@ -53,7 +54,7 @@ class DraftModel:
         Raises PackageError, ConfigError where its vocabulary is another, EngineError, UnsupportedModel.
         """
         # one thread: an executor of one worker is that, with futures that asyncio understands
-        executor = ThreadPoolExecutor(1, thread_name_prefix="draft")
+        executor = ThreadPoolExecutor(1, thread_name_prefix="draft", initializer=give_way)
 
         def load() -> tuple[Engine, Manifest]:
             manifest = load_manifest(package)

@@ -33,6 +33,7 @@ from peer.job import StepJob, StepOutcome, device_failed
 from peer.schedule import InTurn, Portion, Schedule
 from swarm.engine.base import Engine, Step
 from swarm.errors import EngineError, LocalProtocolError, PeerBusy, PeerFailed, SwarmError
+from swarm.priority import give_way
 from swarm.sampling import Sampling
 
 T = TypeVar("T")
@@ -217,6 +218,7 @@ class Worker:
     # -- in the worker's thread
 
     def _serve(self) -> None:
+        give_way()
         stuck = False
         while not (stuck and self._ended):
             self._take(None if not len(self._schedule) else _LOOK_AGAIN_S if stuck else 0.0)

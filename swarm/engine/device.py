@@ -14,6 +14,7 @@ import openvino as ov
 from swarm.engine.base import PRECISIONS, Numerics
 from swarm.engine.cache import discard, discard_if_damaged, entry_path, evict, locked, seal
 from swarm.errors import ConfigError, EngineError
+from swarm.priority import giving_way
 
 EXACT = Numerics(inference="f32", kv="f32")
 STATEFUL_ATTENTION, PAGED_ATTENTION = "ScaledDotProductAttention", "PagedAttention"
@@ -60,11 +61,14 @@ def compile_span(
     # it is read when the first kernel is made; there is no other way
     os.environ.setdefault(_ONEDNN_KEEPS, str(_KEPT_KERNELS))
     properties = _properties(core, device, precision, threads) | dict(settings or {})
-    try:
+
+    def compiled_model() -> ov.CompiledModel:
         if cache_dir is None:
-            compiled = core.compile_model(model, device, properties)
-        else:
-            compiled = _compile_cached(core, model, device, properties, cache_dir, cache_key)
+            return core.compile_model(model, device, properties)
+        return _compile_cached(core, model, device, properties, cache_dir, cache_key)
+
+    try:
+        compiled = giving_way(compiled_model)  # OpenVINO's threads start here
     except RuntimeError as error:
         raise EngineError(f"{device} cannot compile {model.get_friendly_name()}: {_reason(error)}") from error
     span = CompiledSpan(model=compiled, numerics=_numerics(compiled, precision), device=device)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -58,6 +59,15 @@ def test_one_thread_that_is_not_the_loops_does_everything() -> None:
             await worker.call(lambda: engine.close("a"))
             assert len(engine.threads) == 1
             assert threading.get_ident() not in engine.threads
+
+    asyncio.run(main())
+
+
+def test_the_devices_thread_gives_way_to_the_loop() -> None:
+    async def main() -> None:
+        async with running() as worker:
+            theirs = await worker.call(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            assert theirs > os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     asyncio.run(main())
 

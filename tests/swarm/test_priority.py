@@ -1,0 +1,55 @@
+"""Threads that compute for long have a low priority, and nobody else has."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from swarm.priority import give_way, giving_way
+
+USUAL = os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def in_a_thread(function: Callable[[], int]) -> int:
+    got: list[int] = []
+    thread = threading.Thread(target=lambda: got.append(function()))
+    thread.start()
+    thread.join()
+    return got[0]
+
+
+def test_a_thread_that_gives_way_comes_after_the_others_of_its_process() -> None:
+    def work() -> int:
+        give_way()
+        return niceness()
+
+    assert in_a_thread(work) > USUAL
+    assert niceness() == USUAL
+
+
+def test_threads_that_it_starts_give_way_too() -> None:
+    assert giving_way(lambda: in_a_thread(niceness)) > USUAL
+
+
+def test_who_has_a_lower_priority_already_keeps_it() -> None:
+    def work() -> int:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        give_way()
+        return niceness()
+
+    assert in_a_thread(work) == 19
+
+
+def test_what_goes_wrong_in_such_a_thread_is_told() -> None:
+    def work() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        giving_way(work)
