@@ -24,7 +24,7 @@ from export.families import Family, check_family
 from export.journal import Journal, PartRecord
 from export.onelayer import Decoder
 from export.openvino_ir import facts, windows_of
-from export.output import check_free, parts_of, put_in_place, save_part
+from export.output import check_free, parts_of, put_in_place, save_part, structure
 from export.pieces import Piece, Pieces, Weigh
 from export.rows import compress_rows
 from export.runner import require_fused
@@ -124,6 +124,7 @@ def write_parts(work: Work, journal: Journal, parts: Sequence[str], progress: Pr
     windows = work.facts.windows(work.layers)
     with tempfile.TemporaryDirectory(dir=journal.folder, prefix="traced-") as scratch:
         pieces = Pieces(work.decoder, work.family, Path(scratch))
+        fused: set[bytes] = set()  # what is true of one layer is true of those that differ in their weights alone
         unreleased = 0
         for done, (part, layer) in enumerate(chosen):
             progress("exporting layers", done, len(chosen))
@@ -136,8 +137,9 @@ def write_parts(work: Work, journal: Journal, parts: Sequence[str], progress: Pr
                 files = save_part(model, path, Format() if ready else work.format, is_layer=layer is not None)
                 record = PartRecord(part=part, made_from=made_from, files=files, facts=dict(piece.facts))
                 del model, piece
-                if layer is not None and work.beam_idx:
+                if layer is not None and work.beam_idx and (kind := structure(path)) not in fused:
                     require_fused(path)
+                    fused.add(kind)
                 journal.finish(record)
                 unreleased += files[-1].size
             if unreleased > _RELEASE_AT:
