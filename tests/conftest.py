@@ -40,7 +40,7 @@ _MAKE_IR = "import sys, openvino_genai; openvino_genai.LLMPipeline(sys.argv[1], 
 
 
 # A test that asks for one of these is marked `model`: `pytest -m "not model"` is the quick half.
-MODEL_FIXTURES = {"smollm2_gguf", "tiny_irs", "tiny_packages", "tiny_checkpoints", "checkpoint_packages"}
+MODEL_FIXTURES = {"smollm2_gguf", "tiny_irs", "tiny_packages", "made_of_checkpoints"}
 # What the static graphs of the tests' packages attend to, in chunks of how much: (tiny, SmolLM2).
 TINY_STATIC, SMOLLM2_STATIC = (48, 8), (64, 32)
 
@@ -80,17 +80,26 @@ def smollm2_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_package(smollm2_gguf: Path) -> Path:
-    """It as a model package: 30 layers. Read only; copy what a test damages."""
+def smollm2_package(smollm2_gguf: Path, smollm2_ir: Path) -> Path:
+    """It as a model package: 30 layers. Read only; copy what a test damages.
+
+    The file has been converted for `smollm2_ir`, and is not converted again. tests/test_demo.py holds this package against
+    the one that the exporter makes of the file alone.
+    """
     if given := os.environ.get("SWARM_TEST_PACKAGE"):
         return Path(given)
+
+    def converted(_path: Path, _architecture: str, scratch: Path) -> None:
+        shutil.copytree(smollm2_ir.parent, scratch, symlinks=True, copy_function=os.link, dirs_exist_ok=True)
 
     def export(work: Path) -> None:
         from export.package import export_package
 
-        export_package(smollm2_gguf, work / "smollm2")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("export.gguf._convert", converted)
+            export_package(smollm2_gguf, work / "smollm2")
 
-    return _made("package", [*_exporter(), _stamp(smollm2_gguf)], export) / "smollm2"
+    return _made("package", [*_exporter(), str(smollm2_ir).encode(), _stamp(smollm2_gguf)], export) / "smollm2"
 
 
 @pytest.fixture(scope="session")
@@ -255,35 +264,32 @@ def add_static(package: Path, target: Path, context: int, chunk: int) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoints() -> Mapping[str, Path]:
-    """Family -> a tiny random checkpoint, `reference.json` beside it (`tests.export.make_checkpoints`)."""
+def made_of_checkpoints() -> Path:
+    """What `tests.export.export_checkpoints` makes: tiny random checkpoints, and their packages in f32."""
 
     def make(work: Path) -> None:
-        run_module("tests.export.make_checkpoints", str(work))
+        run_module("tests.export.export_checkpoints", str(work))
 
-    recipes = [(ROOT / "tests" / "export" / name).read_bytes() for name in ("make_checkpoints.py", "make_tiny.py")]
-    folder = _made("tiny-checkpoints", [*recipes, version("transformers").encode()], make)
-    return {path.name: path for path in sorted(folder.iterdir())}
+    names = ("export_checkpoints.py", "make_checkpoints.py", "make_tiny.py")
+    recipes = [(ROOT / "tests" / "export" / name).read_bytes() for name in names]
+    return _made("tiny-checkpoints", [*_exporter(), *recipes, version("transformers").encode()], make)
 
 
 @pytest.fixture(scope="session")
-def checkpoint_packages(tiny_checkpoints: Mapping[str, Path]) -> tuple[Mapping[str, Path], Mapping[str, str]]:
+def tiny_checkpoints(made_of_checkpoints: Path) -> Mapping[str, Path]:
+    """Family -> a tiny random checkpoint, `reference.json` beside it (`tests.export.make_checkpoints`)."""
+    return {path.name: path for path in sorted((made_of_checkpoints / "checkpoints").iterdir())}
+
+
+@pytest.fixture(scope="session")
+def checkpoint_packages(made_of_checkpoints: Path) -> tuple[Mapping[str, Path], Mapping[str, str]]:
     """(family -> the package of its tiny checkpoint in f32, family -> why it was refused)."""
-    source = tiny_checkpoints["llama"].parent
-
-    def make(work: Path) -> None:
-        (work / "packages").mkdir()
-        told = run_module("tests.export.export_checkpoints", str(source), str(work / "packages"))
-        (work / "refused.json").write_text(told)
-
-    folder = _made("checkpoint-packages", [*_exporter(), str(source).encode()], make)
-    packages = {
-        path.name: path for path in sorted((folder / "packages").iterdir()) if (path / "manifest.json").exists()
-    }
-    return packages, json.loads((folder / "refused.json").read_text())
+    found = sorted((made_of_checkpoints / "packages").iterdir())
+    packages = {path.name: path for path in found if (path / "manifest.json").exists()}
+    return packages, json.loads((made_of_checkpoints / "refused.json").read_text())
 
 
-def run_module(module: str, *arguments: str) -> str:
+def run_module(module: str, *arguments: str) -> None:
     """In a child: the imports take longer than the models, and torch stays out of this process.
 
     Started as this program starts itself, without OpenVINO's reports: each conversion would start a process for them.
@@ -294,7 +300,6 @@ def run_module(module: str, *arguments: str) -> str:
     )
     if done.returncode:
         pytest.fail(f"{module} failed:\n{done.stderr[-4000:]}")
-    return done.stdout
 
 
 def made(kind: str, make: Callable[[Path], None], *inputs: bytes) -> Path:

@@ -1,7 +1,12 @@
-"""Exports tiny checkpoints: `python -m tests.export.export_checkpoints CHECKPOINTS OUT [WEIGHTS [FAMILY ...]]`.
+"""Makes tiny checkpoints and exports them: `python -m tests.export.export_checkpoints DIRECTORY`.
 
-A process of its own, so that torch and transformers stay out of the one that tests. Prints, as JSON, what a family was
-refused for: {family: message}.
+::
+
+    DIRECTORY/checkpoints/FAMILY/   as `tests.export.make_checkpoints` makes it
+    DIRECTORY/packages/FAMILY/      its package in f32
+    DIRECTORY/refused.json          {family: why it was refused}
+
+One process of its own for all: torch and transformers stay out of the one that tests, and are loaded once.
 """
 
 from __future__ import annotations
@@ -12,17 +17,21 @@ from pathlib import Path
 
 from export.package import export_package
 from swarm.errors import UnsupportedModel
+from tests.export import make_checkpoints
 
 
-def main(checkpoints: Path, out: Path, weights: str = "keep", *families: str) -> None:
+def main(directory: Path) -> None:
+    checkpoints, packages = directory / "checkpoints", directory / "packages"
+    make_checkpoints.main(checkpoints)
+    packages.mkdir()
     refused: dict[str, str] = {}
-    for family in families or sorted(path.name for path in checkpoints.iterdir()):
+    for checkpoint in sorted(checkpoints.iterdir()):
         try:
-            export_package(checkpoints / family, out / family, weights=weights)
+            export_package(checkpoint, packages / checkpoint.name)
         except UnsupportedModel as error:
-            refused[family] = str(error)
-    print(json.dumps(refused))  # noqa: T201
+            refused[checkpoint.name] = str(error)
+    (directory / "refused.json").write_text(json.dumps(refused))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
+    main(Path(sys.argv[1]))
