@@ -1,4 +1,4 @@
-"""A real gateway in a process of its own before real peers."""
+"""A real gateway in a process of its own before real peers, which the tests of both gateways' files share."""
 
 from __future__ import annotations
 
@@ -8,9 +8,25 @@ import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from swarm.child import module_command, module_environment
+from tests.cases.town import House, Town
 from tests.harness import ROOT
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+FRONT, BACK = "0:22", "22:30"  # the back is what is lost and started again, and is short for that
+_OPTIONS = ("--kv-tokens", "16384", "--metrics", "127.0.0.1:0")
+
+
+def all_at_home(town: Town, package: Path) -> list[str]:
+    """Two peers and a spare for the back are there, one of which has a name that no page should take for markup.
+
+    Their names. Those that a file before has killed are started again.
+    """
+    spans = {"anna": FRONT, "ben": BACK, HOSTILE: BACK}
+    town.populate(*(House(name, span, package, _OPTIONS) for name, span in spans.items()))
+    return list(spans)
 
 
 @dataclass(frozen=True)

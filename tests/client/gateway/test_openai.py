@@ -17,10 +17,11 @@ import openai
 import psutil
 import pytest
 
-from swarm.localswarm import LocalSwarm, Member
-from tests.client.gateway.real_gateway import real_gateway
+from swarm.localswarm import Member
+from tests.cases.town import Town
+from tests.client.gateway.real_gateway import all_at_home, real_gateway
 from tests.conftest import ChatIds, GreedyReference
-from tests.harness import ROOT, local_swarm, swarm_command, wait_until
+from tests.harness import ROOT, swarm_command, wait_until
 
 QUESTION = "What is the capital of France?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -29,23 +30,18 @@ STORY = "Once upon a time there was a"
 
 @dataclass
 class Served:
-    swarm: LocalSwarm
-    spare: Member
+    members: list[Member]
     process: subprocess.Popen[str]
     url: str
     model: str
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, smollm2_package: Path) -> Iterator[Served]:
-    """Two peers, a spare for the second half, and a gateway."""
-    folder = tmp_path_factory.mktemp("gateway")
-    options = ("--kv-tokens", "16384", "--metrics", "127.0.0.1:0", "--grace", "1")
-    with (
-        local_swarm(folder / "peers", smollm2_package, ["0:15", "15:30", "15:30"], *options) as swarm,
-        real_gateway(swarm.addresses[0]) as gateway,
-    ):
-        yield Served(swarm, swarm.members[2], gateway.process, gateway.url, gateway.model)
+def served(gateway_town: Town, smollm2_package: Path) -> Iterator[Served]:
+    """Two peers, a spare for the back, and a gateway."""
+    members = [gateway_town[name] for name in all_at_home(gateway_town, smollm2_package)]
+    with real_gateway(members[0].address) as gateway:
+        yield Served(members, gateway.process, gateway.url, gateway.model)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +139,7 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_stream_changes_nothing_in_it(
         if number == 20:
             state = httpx.get(f"{served.url}/api/swarm", timeout=60).json()["models"][0]
             (route,) = state["routes_in_use"]
-            victim = next(m for m in served.swarm.members if m.name == route["hops"][1]["name"])
+            victim = next(m for m in served.members if m.name == route["hops"][1]["name"])
             victim.kill()
     assert text == story[80]
     page = httpx.get(f"{served.url}/metrics").text
@@ -164,7 +160,7 @@ def test_a_signal_lets_the_answer_finish_and_ends_with_0(served: Served, story: 
 def _open_sessions(served: Served) -> int:
     """What the peers' own metrics say."""
     pages = []
-    for member in served.swarm.members:
+    for member in served.members:
         event = member.event("metrics")
         assert event is not None
         with contextlib.suppress(httpx.TransportError):

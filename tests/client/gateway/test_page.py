@@ -15,28 +15,23 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from client.gateway.keys import Keys
-from swarm.localswarm import LISTENING, LocalSwarm, Member
+from tests.cases.town import Town
 from tests.client.gateway.browser import PATIENCE_MS, PHONE, Visitor, chromium
-from tests.client.gateway.real_gateway import real_gateway
+from tests.client.gateway.real_gateway import BACK, FRONT, HOSTILE, all_at_home, real_gateway
 from tests.client.gateway.toy_gateway import toy_gateway
 from tests.conftest import ChatIds, GreedyReference
 from tests.harness import wait_until
 
 QUESTION = "What is the capital of France?"
 LONG = "Write a long story about a lighthouse."
-HOSTILE = "<img src=x onerror=alert(1)>"
 SEEN = ".answer[aria-busy=false]"
 expect.set_options(timeout=PATIENCE_MS)
 
 
 @dataclass
 class Served:
-    swarm: LocalSwarm
+    town: Town
     url: str
-    model: str
-
-    def member(self, name: str) -> Member:
-        return next(member for member in self.swarm.members if member.name == name)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -45,17 +40,10 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, smollm2_package: Path) -> Iterator[Served]:
-    """Two peers and a spare for the second half, one of which has a name that no page should take for markup."""
-    folder = tmp_path_factory.mktemp("page")
-    with LocalSwarm(folder, options=["--threads", "1", "--kv-tokens", "8192", "--grace", "1"]) as swarm:
-        first = swarm.join(smollm2_package, "0:15", name="anna")
-        swarm.wait(phase=LISTENING)
-        for name in ("ben", HOSTILE):
-            swarm.join(smollm2_package, "15:30", initial=[first.address], name=name)
-        swarm.wait()
-        with real_gateway(first.address) as gateway:
-            yield Served(swarm, gateway.url, gateway.model)
+def served(gateway_town: Town, smollm2_package: Path) -> Iterator[Served]:
+    all_at_home(gateway_town, smollm2_package)
+    with real_gateway(gateway_town["anna"].address) as gateway:
+        yield Served(gateway_town, gateway.url)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +88,7 @@ def test_a_chat_goes_from_typing_to_the_streamed_answer(
         expect(page.locator(f"{SEEN} .said")).to_have_text(text)
         expect(page.locator(".answer .facts")).to_contain_text(re.compile(r"8 tokens · .* tokens/s · first after"))
         hops = page.get_by_role("list", name="Hops of this answer").get_by_role("listitem")
-        expect(hops).to_contain_text([re.compile(r"anna.*0:15.* ms"), re.compile(r"15:30.* ms")])
+        expect(hops).to_contain_text([re.compile(rf"anna.*{FRONT}.* ms"), re.compile(rf"{BACK}.* ms")])
         page.get_by_text("Where the time of a token went").click()
         expect(page.get_by_role("row", name="a token")).to_be_visible()
 
@@ -309,7 +297,7 @@ def test_a_peer_that_is_killed_is_seen_to_die_while_the_answer_goes_on(
         expect(talking.locator(".answer .said")).to_have_text(re.compile(r"\w+ \w+"))
         (route,) = (r for r in served.state["routes_in_use"] if r["tokens"] > 1)
         victim = route["hops"][1]
-        served.member(victim["name"]).kill()
+        served.town[victim["name"]].kill()
 
         row = watching.locator(f"""tr[data-peer="{victim["peer_id"]}"]""")
         expect(row).to_have_attribute("data-condition", re.compile("lost|gone"))
@@ -321,9 +309,9 @@ def test_a_peer_that_is_killed_is_seen_to_die_while_the_answer_goes_on(
         expect(talking.locator(f"{SEEN} .said")).to_have_text(text)
         expect(talking.locator(".answer .facts")).to_contain_text("route mended 1 time")
 
-        served.member("anna").kill()
+        served.town["anna"].kill()
         expect(watching.get_by_text("not covered")).to_be_visible()
-        expect(events).to_contain_text("nobody serves the layers 0:15")
+        expect(events).to_contain_text(f"nobody serves the layers {FRONT}")
 
 
 def test_nothing_was_complained_of_and_nobody_else_was_asked(someone: Visitor) -> None:

@@ -1,0 +1,16 @@
+"""What the gateway's tests share: real peers, started once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cases.town import Town, town_in
+
+
+@pytest.fixture(scope="package")
+def gateway_town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+    """Empty at first. Each file brings those home whom it needs (`real_gateway.all_at_home`)."""
+    with town_in(tmp_path_factory.mktemp("gateway")) as town:
+        yield town
