@@ -1,7 +1,8 @@
 """How two processes share the suite: a plugin for pytest-xdist, loaded by tests/conftest.py.
 
 A file stays whole, for the swarm of its own that it may have. The files on the one standing swarm
-(tests/cases/conftest.py) stay together, so that it is started once.
+(tests/cases/conftest.py) stay together, so that it is started once; so do those before whose peers a gateway stands
+(tests/client/gateway/conftest.py), and the tests of the exporter, so that torch, transformers and nncf are loaded once.
 
 Their share is the longest, and comes first. While one process is at it, the other makes all that is made but once
 (tests/conftest.py): nobody waits for it then. What else starts peers follows: such shares are long, and a long one that
@@ -21,7 +22,9 @@ _ROOT = Path(__file__).parent.parent
 _PROCESSES = 2
 """More would only wait: peers compute, and the longest share is half of the whole."""
 _STANDING = "standing_swarm"
-MADE_ONCE = {"tiny_irs", "tiny_checkpoints", "checkpoint_packages", "smollm2_static_package"}
+_SWARMS = (_STANDING, "gateway_town")
+_EXPORTER = "tests/export/"
+MADE_ONCE = {"tiny_irs", "made_of_checkpoints", "smollm2_static_package"}
 """Fixtures that take long where the user's cache has not got what they make."""
 
 
@@ -35,7 +38,10 @@ class Shares(LoadScopeScheduling):
 @cache
 def share_of(path: str) -> str:
     """The share that the tests of this file belong to; `path` is relative to the root."""
-    return _STANDING if f"{_STANDING}: " in (_ROOT / path).read_text() else path
+    if path.startswith(_EXPORTER):
+        return _EXPORTER
+    text = (_ROOT / path).read_text()
+    return next((swarm for swarm in _SWARMS if f"{swarm}: " in text), path)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Shares:

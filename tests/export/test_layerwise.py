@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -178,6 +176,7 @@ def test_a_damaged_file_is_named(tiny_checkpoints: Mapping[str, Path], tmp_path:
 def test_two_jobs_in_processes_of_their_own_give_the_same_bytes(
     whole: Path, tiny_checkpoints: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "swarm", "export", str(tiny_checkpoints["qwen3"]), str(tmp_path / "package")]
-    subprocess.run([*command, "--weights", "int4", "--jobs", "2", "--json"], check=True, capture_output=True)
+    arguments = ["export", str(tiny_checkpoints["qwen3"]), str(tmp_path / "package")]
+    done = CliRunner().invoke(app, [*arguments, "--weights", "int4", "--jobs", "2", "--json"])
+    assert done.exit_code == 0, done.output
     assert contents(tmp_path / "package") == contents(whole)
