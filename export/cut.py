@@ -1,6 +1,6 @@
 """Cutting the embedding, one layer or the head out of a causal-LM graph.
 
-Cutting re-plugs the source graph in place, so every cut reads it anew; the weights stay memory-mapped.
+Cutting re-plugs the source graph in place, so every cut reads or copies it anew; the weights stay memory-mapped.
 
 A range is entered by one Parameter in place of the tensor at its begin. Shapes are the difficulty:
 exporters compute past length, sequence length and expansion shapes once, from layer 0 or from the
@@ -28,34 +28,41 @@ _ENTRY_NAMES = {HIDDEN, "inputs_embeds"}  # the second is what OpenVINO's own tr
 _LAYER_INPUTS = ("attention_mask", "position_ids", "beam_idx")
 
 
-def read_graph(path: Path) -> CausalGraph:
-    """Read an IR. Raises DamagedFile where it is none, UnsupportedModel where it cannot be cut."""
+def read_graph(source: Path | ov.Model) -> CausalGraph:
+    """Read an IR, or copy one that was read: its weights are shared.
+
+    Raises DamagedFile where it is none, UnsupportedModel where it cannot be cut.
+    """
+    return CausalGraph(source.clone() if isinstance(source, ov.Model) else read_ir(source))
+
+
+def read_ir(path: Path) -> ov.Model:
+    """Raises DamagedFile where it is none."""
     try:
-        model = ov.Core().read_model(path)
+        return ov.Core().read_model(path)
     except RuntimeError as error:
         raise DamagedFile(f"{path} cannot be read as an OpenVINO model ({last_line(error)}): fetch it again") from error
-    return CausalGraph(model)
 
 
-def cut_embed(path: Path) -> ov.Model:
+def cut_embed(source: Path | ov.Model) -> ov.Model:
     """input_ids [batch, length] i64 -> hidden_states [batch, length, hidden] f32."""
-    graph = read_graph(path)
+    graph = read_graph(source)
     entry = graph.inputs[TOKENS]
     _name_input(entry, TOKENS)
     return _close(graph, EMBED, entry, graph.layers[0].begin, HIDDEN, own=None)
 
 
-def cut_layer(path: Path, number: int) -> ov.Model:
+def cut_layer(source: Path | ov.Model, number: int) -> ov.Model:
     """hidden_states and what else the layer reads -> hidden_states_out [batch, length, hidden] f32."""
-    graph = read_graph(path)
+    graph = read_graph(source)
     layer = graph.layers[number]
     entry = _enter(graph, layer.begin, layer)
     return _close(graph, layer_part(number), entry, layer.end, HIDDEN_OUT, own=layer)
 
 
-def cut_head(path: Path) -> ov.Model:
+def cut_head(source: Path | ov.Model) -> ov.Model:
     """hidden_states [batch, length, hidden] f32 -> logits [batch, length, vocabulary] f32."""
-    graph = read_graph(path)
+    graph = read_graph(source)
     entry = _enter(graph, graph.layers[-1].end, None)
     return _close(graph, HEAD, entry, graph.logits.input(0).get_source_output(), LOGITS, own=None)
 
@@ -179,7 +186,7 @@ def _plain(value: Any) -> Any:
 
 def name_new_ops(model: ov.Model, part: str, known: set[str]) -> None:
     """Ops made here are named by a process-wide counter; a file must not depend on what ran before."""
-    fixed = {TOKENS, HIDDEN, HIDDEN_OUT, LOGITS, *_LAYER_INPUTS}
+    kept = known | {TOKENS, HIDDEN, HIDDEN_OUT, LOGITS, *_LAYER_INPUTS}
     for i, node in enumerate(model.get_ordered_ops()):
-        if node.get_friendly_name() not in known | fixed:
+        if node.get_friendly_name() not in kept:
             node.set_friendly_name(f"{part}/{node.get_type_name()}_{i}")

@@ -15,7 +15,7 @@ import openvino as ov
 
 from export.checkpoint import is_checkpoint
 from export.compress import GROUP, KEEP, Format, check_compressible, weight_format
-from export.cut import cut_embed, cut_head, cut_layer, read_graph
+from export.cut import cut_embed, cut_head, cut_layer, read_graph, read_ir
 from export.gguf import read_gguf_source
 from export.graph import CausalGraph, Layer
 from export.layerwise import export_checkpoint
@@ -124,10 +124,11 @@ def _write(
     *,
     beam_idx: bool,
 ) -> Manifest:
-    graph = read_graph(model.ir)
+    source = read_ir(model.ir)
+    graph = read_graph(source)
     found = weight_format(graph.model)
     check_compressible(found, format.weights)
-    parts = _write_graphs(model.ir, package, len(graph.layers), format, progress, beam_idx=beam_idx)
+    parts = _write_graphs(source, package, len(graph.layers), format, progress, beam_idx=beam_idx)
     parts[TOKENIZER] = tuple(_copy(path, package) for path in model.tokenizer)
     if static is not None:
         check_fits(static, model.context_length)
@@ -154,13 +155,13 @@ def _write(
 
 
 def _write_graphs(
-    ir: Path, package: Path, layers: int, format: Format, progress: Progress, *, beam_idx: bool
+    source: ov.Model, package: Path, layers: int, format: Format, progress: Progress, *, beam_idx: bool
 ) -> dict[str, tuple[FileEntry, ...]]:
     def cut(part: str, layer: int | None) -> ov.Model:
         if layer is not None:
-            model = cut_layer(ir, layer)
+            model = cut_layer(source, layer)
             return model if beam_idx else drop_beam_gathers(model)
-        return cut_embed(ir) if part == EMBED else cut_head(ir)
+        return cut_embed(source) if part == EMBED else cut_head(source)
 
     plan = parts_of(layers)
     parts = {}

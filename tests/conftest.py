@@ -83,8 +83,8 @@ def smollm2_gguf() -> Path:
 def smollm2_package(smollm2_gguf: Path, smollm2_ir: Path) -> Path:
     """It as a model package: 30 layers. Read only; copy what a test damages.
 
-    The file has been converted for `smollm2_ir`, and is not converted again. tests/test_demo.py holds this package against
-    the one that the exporter makes of the file alone.
+    The file has been converted for `smollm2_ir`, and is not converted again. tests/test_demo.py holds this package
+    against the one that the exporter makes of the file alone.
     """
     if given := os.environ.get("SWARM_TEST_PACKAGE"):
         return Path(given)
