@@ -221,7 +221,10 @@ class Worker:
         give_way()
         stuck = False
         while not (stuck and self._ended):
-            self._take(None if not len(self._schedule) else _LOOK_AGAIN_S if stuck else 0.0)
+            if len(self._schedule):
+                self._take(_LOOK_AGAIN_S if stuck else 0.0)
+            else:
+                self._take(0.0 if self._ended else None)  # after the end nothing comes any more
             try:
                 stuck = not self._turn()
             except Exception as error:  # a bug; that everybody waits for ever would be worse

@@ -362,3 +362,22 @@ def test_closing_runs_what_is_queued_and_leaves_no_thread() -> None:
     asyncio.run(main())
     gc.collect()
     assert not [thread for thread in threading.enumerate() if thread.name == "device"]
+
+
+def test_closing_while_steps_wait_ends_the_thread_after_them() -> None:
+    """It takes the last of them and the end out of its queue at once."""
+
+    async def main() -> None:
+        gate = threading.Event()
+        engine, worker = ToyEngine(WHOLE, gate=gate), Worker()
+        worker.start()
+        await opened(worker, engine, "a", "b")
+        jobs = [worker.submit(engine, step(name), Sampling(), NO_IDS) for name in ("a", "b")]
+        closing = asyncio.create_task(worker.close())
+        await asyncio.sleep(0)
+        gate.set()
+        async with asyncio.timeout(10):
+            await closing
+        assert all([(await worker.outcome(job)).choices for job in jobs])
+
+    asyncio.run(main())
