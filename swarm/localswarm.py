@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -232,7 +233,8 @@ class LocalSwarm:
     ) -> Member:
         output, log = self.folder / f"{name}.jsonl", self.folder / f"{name}.log"
         words = [*prefix, *module_command("swarm.tether"), str(os.getpid()), *command]
-        with output.open("wb") as out, log.open("ab") as err:
+        fixed = span if isinstance(span, LayerRange) else None
+        with output.open("wb") as out, log.open("ab") as err, _uninterrupted():  # or nobody would end it
             process = subprocess.Popen(
                 words,
                 stdin=subprocess.DEVNULL,
@@ -241,17 +243,28 @@ class LocalSwarm:
                 env=self._environment,
                 process_group=0,  # a Ctrl-C at the terminal is for whoever started the swarm, not for peers
             )
-        fixed = span if isinstance(span, LayerRange) else None
-        member = Member(name=name, process=process, output=output, log=log, span=fixed)
-        self.members.append(member)
+            member = Member(name=name, process=process, output=output, log=log, span=fixed)
+            self.members.append(member)
         return member
 
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Signals wait until the block is over. For what is short and must not be left half done."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    """Signals wait until the block is over. For what is short and must not be left half done.
+
+    By their handlers: blocked in this thread, they would be given to another one of this process.
+    """
+    if threading.current_thread() is not threading.main_thread():  # no other one is interrupted
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, lambda number, _: came.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for one in came:
+            signal.raise_signal(one)

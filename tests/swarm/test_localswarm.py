@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -146,3 +147,19 @@ def test_lines_are_json_and_nothing_else(tmp_path: Path) -> None:
         swarm.wait()
         lines = member.output.read_text().splitlines()
     assert all(isinstance(json.loads(line), dict) for line in lines)
+
+
+def test_an_interrupt_while_a_member_is_started_comes_when_it_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *given: Any, **settings: Any) -> None:
+            super().__init__(*given, **settings)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt), LocalSwarm(tmp_path) as swarm:
+        swarm.join("package", prefix=instead("import time; time.sleep(600)"))
+    (member,) = swarm.members
+    assert not member.alive
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
