@@ -254,7 +254,7 @@ def _uninterrupted() -> Iterator[None]:
 
     By their handlers: blocked in this thread, they would be given to another one of this process.
     """
-    if threading.current_thread() is not threading.main_thread():  # no other one is interrupted
+    if threading.current_thread() is not threading.main_thread():  # signals interrupt that one alone
         yield
         return
     came: list[int] = []
