@@ -1,12 +1,12 @@
-"""How two processes share the suite: a plugin for pytest-xdist, loaded by tests/conftest.py.
+"""How three processes share the suite: a plugin for pytest-xdist, loaded by tests/conftest.py.
 
 A file stays whole, for the swarm of its own that it may have. The files on the one standing swarm
 (tests/cases/conftest.py) stay together, so that it is started once; so do those before whose peers a gateway stands
 (tests/client/gateway/conftest.py), and the tests of the exporter, so that torch, transformers and nncf are loaded once.
 
-Their share is the longest, and comes first. While one process is at it, the other makes all that is made but once
-(tests/conftest.py): nobody waits for it then. What else starts peers follows: such shares are long, and a long one that
-began last would leave the other process idle.
+The share on the standing swarm is the longest, and comes first. While one process is at it, the others make all that is
+made but once (tests/conftest.py): nobody waits for it then. What else starts peers follows: such shares are long, and a
+long one that began last would leave the others idle.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 _ROOT = Path(__file__).parent.parent
-_PROCESSES = 2
-"""More would only wait: peers compute, and the longest share is half of the whole."""
+_PROCESSES = 3
+"""On two cores: a tenth of their time tests wait, for peers, deadlines, announcements; somebody else computes then."""
 _STANDING = "standing_swarm"
 _SWARMS = (_STANDING, "gateway_town")
 _EXPORTER = "tests/export/"
