@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from swarm.priority import answer_soon
+
 T = TypeVar("T")
 
 
@@ -21,7 +23,8 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def runner() -> asyncio.Runner:
-    """`asyncio.Runner` on that loop, whose callbacks and sockets cost a step less."""
+    """`asyncio.Runner` on that loop, whose callbacks and sockets cost a step less; this thread has short turns."""
+    answer_soon()
     return asyncio.Runner(loop_factory=new_event_loop)
 
 

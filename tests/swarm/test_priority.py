@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
+import struct
 import threading
 from collections.abc import Callable
 
 import pytest
 
-from swarm.priority import give_way, giving_way
+from swarm.priority import answer_soon, give_way, giving_way
 
 USUAL = os.getpriority(os.PRIO_PROCESS, 0)
 
@@ -53,3 +56,30 @@ def test_what_goes_wrong_in_such_a_thread_is_told() -> None:
 
     with pytest.raises(ValueError, match="no"):
         giving_way(work)
+
+
+def turn_ns() -> int:
+    """How long this thread's turns are by its own wish; 0: as long as everybody's."""
+    attributes = ctypes.create_string_buffer(48)
+    assert ctypes.CDLL(None).syscall(315, 0, attributes, len(attributes), 0) == 0
+    return int(struct.unpack("=IIQiIQQQ", attributes.raw)[5])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of the call is another one there")
+def test_who_answers_has_short_turns_and_who_computes_for_it_has_usual_ones() -> None:
+    def work() -> int:
+        usual = turn_ns()
+        answer_soon()
+        if turn_ns() == usual:
+            return 0  # a Linux before 6.12
+        assert turn_ns() == 100_000
+        assert niceness() == USUAL
+        assert giving_way(turn_ns) == usual
+        return 1
+
+    assert in_a_thread(work) == turns_can_be_short()
+
+
+def turns_can_be_short() -> bool:
+    major, minor = map(int, platform.release().split(".")[:2])
+    return (major, minor) >= (6, 12)
