@@ -68,7 +68,7 @@ def turn_ns() -> int:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of the call is another one there")
 def test_who_answers_has_short_turns_and_who_computes_for_it_has_usual_ones() -> None:
     def work() -> int:
-        usual = turn_ns()
+        usual = giving_way(turn_ns)
         answer_soon()
         if turn_ns() == usual:
             return 0  # a Linux before 6.12
