@@ -117,6 +117,10 @@ def test_a_real_model_equals_its_unsplit_graph_to_the_bit(
     assert_same_bits(real, [StatefulEngine(whole, manifest, manifest.span)], steps=6, prompt=24)
 
 
+def test_three_spans_of_a_real_model_do_too(real: Unsplit, smollm2_package: Path) -> None:
+    assert_same_bits(real, spans_of(smollm2_package, (0, 11, 19, 30)), steps=6, prompt=24)
+
+
 def test_mask_and_rotary_values_are_computed_once_for_thirty_layers(real: Unsplit, whole: CompiledSpan) -> None:
     unsplit, found = ops_of(real.compiled), ops_of(whole.model)
     assert found["ScaledDotProductAttention"] == unsplit["ScaledDotProductAttention"] == 30
