@@ -141,6 +141,12 @@ class Board:
         return entries
 
 
+def _hear(task: asyncio.Task[Any]) -> None:
+    """A daemon that dies may reset the connection that hivemind's tasks use, which is nobody's news."""
+    if not task.cancelled():
+        task.exception()
+
+
 class Node:
     """One life of the daemon and the DHT node on it. Dies with the daemon; the directory then makes another."""
 
@@ -163,6 +169,8 @@ class Node:
                 connector = hive.Connector(control_maddr=hive.Multiaddr(daemon.control))
                 control = await hive.Control.create(connector, use_persistent_conn=False)
                 p2p = await hive.P2P.replicate(hive.Multiaddr(daemon.control))
+                for task in (p2p._client.control._read_task, p2p._client.control._write_task):
+                    task.add_done_callback(_hear)
                 dht = await hive.DHTNode.create(
                     p2p=p2p, node_id=node_id, wait_timeout=_RPC_TIMEOUT_S, record_validator=validator
                 )
@@ -267,13 +275,10 @@ class Node:
     async def close(self) -> None:
         """The daemon is dead afterwards, even where this is cancelled."""
         self._dht.is_alive = False
-        control = self._p2p._client.control
         try:
             await self._p2p.shutdown()  # hivemind's side: its tasks and its sockets
         finally:
             await self.daemon.stop()
-        # a daemon that died may have reset the connection that they read from, which is nobody's news
-        await asyncio.gather(control._read_task, control._write_task, return_exceptions=True)
 
     async def _walk(self, key: Any) -> tuple[list[Any], list[Any]]:
         """Kademlia's look-up: the libp2p ids of the nearest nodes that answered, nearest first, and what they hold.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import math
 import os
@@ -245,27 +244,46 @@ def test_a_daemon_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
     run(test())
 
 
-def test_a_daemon_that_resets_its_connection_leaves_nothing_on_the_screen() -> None:
-    """It does so where it dies with something unread; hivemind's reader then fails with nobody to hear it."""
-    printed: list[dict[str, Any]] = []
+async def reset(client: Any, daemon_pid: int) -> Any:
+    """The daemon dies with something unread. hivemind's reader then fails, with nobody to hear it: its task."""
+    os.kill(daemon_pid, signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(daemon_pid).status() == psutil.STATUS_STOPPED, "the daemon reads no more")
+    unread = asyncio.create_task(client.add_unary_handler("of nobody", None))
+    await asyncio.sleep(0.05)
+    os.kill(daemon_pid, signal.SIGKILL)
+    reader = client.control._read_task
+    await asyncio.wait({reader})
+    unread.cancel()
+    return reader
+
+
+@pytest.mark.parametrize("when", ["while it runs", "while it starts"])
+def test_a_daemon_that_resets_its_connection_leaves_nothing_on_the_screen(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: list[Any] = []
+
+    async def lost(*, p2p: Any, **_: Any) -> None:
+        (daemon,) = (child.pid for child in psutil.Process().children() if "p2pd" in child.name())
+        readers.append(await reset(p2p._client, daemon))
+        raise OSError("the daemon is gone")
 
     async def test() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: printed.append(context))
+        if when == "while it starts":
+            monkeypatch.setattr(import_hivemind().DHTNode, "create", lost)
+            with pytest.raises(DirectoryError, match="the daemon is gone"):
+                await start()
+            return
         directory = await start()
         assert directory._node is not None
         assert directory.daemon_pid is not None
-        client = directory._node._p2p._client
-        os.kill(directory.daemon_pid, signal.SIGSTOP)
-        unread = asyncio.create_task(client.add_unary_handler("of nobody", None))
-        await asyncio.sleep(0.05)
-        os.kill(directory.daemon_pid, signal.SIGKILL)
-        await asyncio.wait({client.control._read_task})
-        unread.cancel()
+        readers.append(await reset(directory._node._p2p._client, directory.daemon_pid))
         await directory.close()
 
     run(test())
-    gc.collect()
-    assert printed == []
+    (reader,) = readers
+    assert not reader._log_traceback  # else asyncio would print it with the last of the task
+    assert isinstance(reader.exception(), ConnectionResetError)
 
 
 def test_close_ends_a_daemon_that_hangs_even_when_it_is_cancelled() -> None:
