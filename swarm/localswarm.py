@@ -259,12 +259,13 @@ def _uninterrupted() -> Iterator[None]:
         return
     came: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in before.items() if handler is not None}  # None: it is not Python's
     for number in before:
         signal.signal(number, lambda number, _: came.append(number))
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, handler)
         for one in came:
             signal.raise_signal(one)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -149,17 +148,25 @@ def test_lines_are_json_and_nothing_else(tmp_path: Path) -> None:
     assert all(isinstance(json.loads(line), dict) for line in lines)
 
 
-def test_an_interrupt_while_a_member_is_started_comes_when_it_is_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Interrupted(subprocess.Popen[bytes]):
-        def __init__(self, *given: Any, **settings: Any) -> None:
-            super().__init__(*given, **settings)
-            signal.raise_signal(signal.SIGINT)
+def test_an_interrupt_while_a_member_is_started_comes_when_it_is_known(tmp_path: Path) -> None:
+    """In a process of its own: this one has had other handlers, and must outlive the signal."""
+    code = f"""
+import pathlib, signal, subprocess, sys
+from swarm.localswarm import LocalSwarm
 
-    monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    with pytest.raises(KeyboardInterrupt), LocalSwarm(tmp_path) as swarm:
-        swarm.join("package", prefix=instead("import time; time.sleep(600)"))
+class Interrupted(subprocess.Popen):
+    def __init__(self, *given, **settings):
+        super().__init__(*given, **settings)
+        signal.raise_signal(signal.SIGINT)
+
+subprocess.Popen = Interrupted
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    with LocalSwarm(pathlib.Path({str(tmp_path)!r})) as swarm:
+        swarm.join("package", prefix=[sys.executable, "-c", "import time; time.sleep(600)"])
+except KeyboardInterrupt:
     (member,) = swarm.members
-    assert not member.alive
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    print(member.alive, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+    done = subprocess.run(instead(code), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False True\n", "")
