@@ -149,7 +149,7 @@ def test_lines_are_json_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_while_a_member_is_started_comes_when_it_is_known(tmp_path: Path) -> None:
-    """In a process of its own: this one has had other handlers, and must outlive the signal."""
+    """In a process of its own: in one that has run the other tests, a signal may end all."""
     code = f"""
 import pathlib, signal, subprocess, sys
 from swarm.localswarm import LocalSwarm
