@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from export.package import export_package
 from export.verify import require_exact, verify_package
+from swarm.child import module_environment
 from swarm.errors import DamagedFile, EngineError, PackageError
 
 
@@ -47,3 +50,24 @@ def test_compressed_weights_stay_close(family: str, weights: str, tiny_irs: Mapp
     export_package(tiny_irs[family], tmp_path / "package", weights=weights)
     difference = verify_package(tmp_path / "package", tiny_irs[family] / "openvino_model.xml")
     assert 0.0 < difference < 0.1
+
+
+def test_who_has_compared_packages_can_be_interrupted(
+    tiny_irs: Mapping[str, Path], tiny_packages: Mapping[str, Path]
+) -> None:
+    """Graphs that come and go in the main thread take its stack for signals away from under it."""
+    package, ir = tiny_packages["llama"], tiny_irs["llama"] / "openvino_model.xml"
+    code = f"""
+import pathlib, signal
+from export.verify import verify_package
+signal.signal(signal.SIGINT, signal.default_int_handler)
+verify_package(pathlib.Path({str(package)!r}), pathlib.Path({str(ir)!r}))
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=module_environment(), capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
