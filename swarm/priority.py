@@ -28,8 +28,13 @@ _ATTRIBUTES = struct.Struct("=IIQiIQQQ")  # size, policy, flags, nice, priority,
 
 
 def give_way() -> None:
-    """From now on this thread, and each that it starts, has a low priority. It cannot be taken back."""
-    thread = threading.get_native_id()  # on Linux priorities are a thread's own
+    """From now on this thread, and each that it starts, has a low priority. It cannot be taken back.
+
+    On Linux, where priorities are a thread's own; elsewhere nothing changes.
+    """
+    if sys.platform != "linux":
+        return
+    thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, max(_NICE, os.getpriority(os.PRIO_PROCESS, thread)))
     _take_turns(_USUAL_NS)
 

@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 import struct
+import sys
 import threading
 from collections.abc import Callable
 
@@ -48,6 +49,19 @@ def test_who_has_a_lower_priority_already_keeps_it() -> None:
         return niceness()
 
     assert in_a_thread(work) == 19
+
+
+@pytest.mark.parametrize("system", ["win32", "darwin"])
+def test_where_threads_have_no_priority_of_their_own_nothing_changes(
+    system: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work() -> int:
+        give_way()
+        answer_soon()
+        return niceness()
+
+    monkeypatch.setattr(sys, "platform", system)
+    assert in_a_thread(work) == USUAL
 
 
 def test_what_goes_wrong_in_such_a_thread_is_told() -> None:
