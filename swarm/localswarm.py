@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 from swarm.child import module_command, module_environment
@@ -258,14 +258,26 @@ def _uninterrupted() -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    before = {number: handler for number, handler in before.items() if handler is not None}  # None: it is not Python's
-    for number in before:
-        signal.signal(number, lambda number, _: came.append(number))
+    waiting = True
+    handlers = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def hear(number: int, _: FrameType | None) -> None:
+        if waiting:
+            came.append(number)
+            return
+        # it comes while the handlers are put back, and what it raises may leave this one where it is
+        signal.signal(number, handlers[number])
+        signal.raise_signal(number)
+
     try:
+        for number, handler in handlers.items():
+            if handler is not None:  # None: it is not Python's
+                signal.signal(number, hear)
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        waiting = False
+        for number, handler in handlers.items():
+            if handler is not None:
+                signal.signal(number, handler)
         for one in came:
             signal.raise_signal(one)

@@ -170,3 +170,28 @@ except KeyboardInterrupt:
 """
     done = subprocess.run(instead(code), cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "False True\n", "")
+
+
+def test_a_signal_while_handlers_are_put_back_leaves_none_that_swallows_signals() -> None:
+    code = """
+import signal
+from swarm.localswarm import _uninterrupted
+
+put = signal.signal
+
+def interrupted(number, handler):
+    put(number, handler)
+    if handler is signal.default_int_handler:
+        signal.raise_signal(signal.SIGINT)
+
+put(signal.SIGINT, signal.default_int_handler)
+signal.signal = interrupted
+try:
+    with _uninterrupted():
+        pass
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+signal.raise_signal(signal.SIGTERM)
+"""
+    done = subprocess.run(instead(code), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "interrupted\n"), done.stderr
