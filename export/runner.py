@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from export.graph import ATTENTION
 from export.source import last_line
+from swarm.apart import apart
 from swarm.errors import EngineError, UnsupportedModel
 
 _EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 inference, f32 KV cache, no dynamic quantisation
@@ -56,7 +56,7 @@ class Runner:
         """Raises EngineError where the CPU does not compile it."""
         self._name = graph.get_friendly_name() if isinstance(graph, ov.Model) else str(graph)
         try:
-            compiled = _compiled(graph)
+            compiled = apart(lambda: ov.Core().compile_model(graph, "CPU", _EXACT))
             self._request = compiled.create_infer_request()
         except RuntimeError as error:
             raise EngineError(f"{self._name} cannot be compiled: {last_line(error)}") from error
@@ -76,12 +76,3 @@ class Runner:
             raise EngineError(f"{self._name} cannot be run: {last_line(error)}") from error
         output: NDArray[np.float32] = self._request.get_output_tensor(0).data.copy()
         return output
-
-
-def _compiled(graph: Path | ov.Model) -> ov.CompiledModel:
-    """In a thread that ends at once. OpenVINO (2026.4.1) gives the thread that loads its CPU plugin a stack for signals,
-    and frees it with the plugin even where the thread has it still, which it has where one graph follows another: in
-    the main thread the next Ctrl-C would be a segmentation fault.
-    """
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: ov.Core().compile_model(graph, "CPU", _EXACT)).result()

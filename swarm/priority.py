@@ -16,8 +16,9 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from swarm.apart import apart
 
 T = TypeVar("T")
 _NICE = 10
@@ -41,8 +42,7 @@ def give_way() -> None:
 
 def giving_way(function: Callable[[], T]) -> T:
     """`function()` in a thread that gives way, for the threads that it starts and that stay."""
-    with ThreadPoolExecutor(1, initializer=give_way) as executor:
-        return executor.submit(function).result()
+    return apart(function, give_way)
 
 
 def answer_soon() -> None:

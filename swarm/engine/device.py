@@ -57,12 +57,12 @@ def compile_span(
 
     Raises ConfigError for a setting that cannot be, EngineError for what the device would not do.
     """
-    core = ov.Core()
     # it is read when the first kernel is made; there is no other way
     os.environ.setdefault(_ONEDNN_KEEPS, str(_KEPT_KERNELS))
-    properties = _properties(core, device, precision, threads) | dict(settings or {})
 
     def compiled_model() -> ov.CompiledModel:
+        core = ov.Core()
+        properties = _properties(core, device, precision, threads) | dict(settings or {})
         if cache_dir is None:
             return core.compile_model(model, device, properties)
         return _compile_cached(core, model, device, properties, cache_dir, cache_key)

@@ -53,21 +53,31 @@ def test_compressed_weights_stay_close(family: str, weights: str, tiny_irs: Mapp
 
 
 def test_who_has_compared_packages_can_be_interrupted(
-    tiny_irs: Mapping[str, Path], tiny_packages: Mapping[str, Path]
+    tiny_irs: Mapping[str, Path], tiny_packages: Mapping[str, Path], tiny_static_packages: Mapping[str, Path]
 ) -> None:
     """Graphs that come and go in the main thread take its stack for signals away from under it."""
     package, ir = tiny_packages["llama"], tiny_irs["llama"] / "openvino_model.xml"
+    static = tiny_static_packages["llama"]
     code = f"""
 import pathlib, signal
+from export.static_check import check_static_layers
 from export.verify import verify_package
+from swarm.manifest import load_manifest
+
+static = pathlib.Path({str(static)!r})
+compare = {{
+    "with the source": lambda: verify_package(pathlib.Path({str(package)!r}), pathlib.Path({str(ir)!r})),
+    "with static graphs": lambda: check_static_layers(static, load_manifest(static)),
+}}
 signal.signal(signal.SIGINT, signal.default_int_handler)
-verify_package(pathlib.Path({str(package)!r}), pathlib.Path({str(ir)!r}))
-try:
-    signal.raise_signal(signal.SIGINT)
-except KeyboardInterrupt:
-    print("interrupted")
+for what, of_two in compare.items():
+    of_two()
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        print(what, flush=True)
 """
     done = subprocess.run(
         [sys.executable, "-c", code], env=module_environment(), capture_output=True, text=True, timeout=60
     )
-    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "with the source\nwith static graphs\n"), done.stderr
