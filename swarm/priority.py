@@ -9,6 +9,7 @@ command's event loop has short turns: what needs little at a time is let in befo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -31,12 +32,13 @@ _ATTRIBUTES = struct.Struct("=IIQiIQQQ")  # size, policy, flags, nice, priority,
 def give_way() -> None:
     """From now on this thread, and each that it starts, has a low priority. It cannot be taken back.
 
-    On Linux, where priorities are a thread's own; elsewhere nothing changes.
+    On Linux, where priorities are a thread's own; elsewhere, and in a sandbox that forbids it, nothing changes.
     """
     if sys.platform != "linux":
         return
     thread = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, thread, max(_NICE, os.getpriority(os.PRIO_PROCESS, thread)))
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, max(_NICE, os.getpriority(os.PRIO_PROCESS, thread)))
     _take_turns(_USUAL_NS)
 
 
@@ -47,15 +49,17 @@ def giving_way(function: Callable[[], T]) -> T:
 
 def answer_soon() -> None:
     """From now on this thread, and each that it starts and that does not give way, has short turns; its share is the
-    same. Linux knows that from 6.12 on; elsewhere nothing changes."""
+    same. Linux knows that from 6.12 on; elsewhere, and in a sandbox that forbids it, nothing changes."""
     _take_turns(_SHORT_NS)
 
 
 def _take_turns(nanoseconds: int) -> None:
     number = _SCHED_SETATTR.get(platform.machine()) if sys.platform == "linux" else None
-    if number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
+    if number is None:
         return
-    nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())  # said again, or it would be 0
-    attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, os.SCHED_OTHER, 0, nice, 0, nanoseconds, 0, 0)
-    # a sandbox may forbid it, and then all is as it was
-    ctypes.CDLL(None).syscall(number, 0, attributes, 0)
+    with contextlib.suppress(OSError):
+        if os.sched_getscheduler(0) != os.SCHED_OTHER:
+            return
+        nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())  # said again, or it would be 0
+        attributes = _ATTRIBUTES.pack(_ATTRIBUTES.size, os.SCHED_OTHER, 0, nice, 0, nanoseconds, 0, 0)
+        ctypes.CDLL(None).syscall(number, 0, attributes, 0)
