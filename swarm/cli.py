@@ -101,6 +101,7 @@ class SwarmGroup(TyperGroup):
             self._bug(ctx, error)
 
     def _give_up(self, ctx: Any, raised: BaseException, error: SwarmError) -> NoReturn:
+        _end_if_interrupted(error)
         if ctx.params.get("debug"):
             traceback.print_exception(raised)
         typer.echo(f"error: {error}", err=True)
@@ -108,6 +109,7 @@ class SwarmGroup(TyperGroup):
 
     def _bug(self, ctx: Any, error: BaseException) -> NoReturn:
         first = first_error(error) if isinstance(error, BaseExceptionGroup) else error
+        _end_if_interrupted(first)
         if isinstance(first, OSError) and first.errno in _NO_BUG:
             self._give_up(ctx, error, PackageError(f"nothing can be written: {first}; make room, or write elsewhere"))
         said = " ".join(f"{type(error).__name__}: {error}".split())
@@ -117,6 +119,17 @@ class SwarmGroup(TyperGroup):
         else:
             typer.echo(f"error: a bug of this program: {said}; {_keep_traceback(error)}", err=True)
         raise typer.Exit(BUG) from error
+
+
+def _end_if_interrupted(error: BaseException) -> None:
+    """A Ctrl-C while a compiled module is imported arrives as its ImportError, or as what we made of that."""
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:  # an error that is raised again may be its own
+        causes.append(cause)
+        cause = cause.__cause__
+    if any(isinstance(one, KeyboardInterrupt) for one in causes):
+        raise typer.Exit(INTERRUPTED) from error
 
 
 def _keep_traceback(error: BaseException) -> str:

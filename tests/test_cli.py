@@ -30,6 +30,16 @@ def raising(kind: str) -> None:
         "interrupt": KeyboardInterrupt(),
         "exit": typer.Exit(9),
     }
+    if kind == "again":
+        ours = ConfigError("port 0")
+        raise ours from ours
+    if kind == "import":
+        raise ImportError("initialization failed") from KeyboardInterrupt()
+    if kind == "missing":
+        try:
+            raising("import")
+        except ImportError as error:
+            raise ConfigError("install it") from error
     raise failures[kind]
 
 
@@ -59,6 +69,11 @@ def test_an_error_of_ours_is_one_line_and_its_exit_code(state: Path) -> None:
     result = invoke("raising", "ours")
     assert (result.exit_code, result.stderr) == (3, "error: nobody serves the layers 3:7; start a peer\n")
     assert not state.exists()
+
+
+def test_an_error_that_is_its_own_cause_is_told_too(state: Path) -> None:
+    result = invoke("raising", "again")
+    assert (result.exit_code, result.stderr) == (ConfigError.exit_code, "error: port 0\n")
 
 
 def test_errors_of_several_tasks_are_told_as_the_first(state: Path) -> None:
@@ -92,9 +107,12 @@ def test_debug_shows_tracebacks(state: Path) -> None:
     assert not state.exists()
 
 
-def test_an_interrupted_command_says_nothing(state: Path) -> None:
-    result = invoke("raising", "interrupt")
+@pytest.mark.parametrize("kind", ["interrupt", "import", "missing"])
+def test_an_interrupted_command_says_nothing(state: Path, kind: str) -> None:
+    """Nor where a compiled module's import made another error of it."""
+    result = invoke("raising", kind)
     assert (result.exit_code, result.output) == (INTERRUPTED, "")
+    assert not state.exists()
 
 
 def test_a_command_may_choose_its_exit_code(state: Path) -> None:
