@@ -23,6 +23,7 @@ from swarm import loops
 from swarm.address import Address
 from swarm.engine.base import Precision
 from swarm.engine.choice import EngineChoice
+from swarm.engine.memory import one_heap
 from swarm.folders import cache_folder
 from swarm.spans import LayerRange
 
@@ -203,6 +204,7 @@ def _read_or_not(stream: TextIO) -> Iterator[None]:
 
 
 def _run(config: JoinConfig, *, as_json: bool, verbose: int) -> None:
+    one_heap()
     # imported now, not above: `swarm join --help` need not wait for OpenVINO
     from peer.join import join as run
     from peer.stopping import Interrupted

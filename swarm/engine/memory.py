@@ -9,9 +9,20 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+_M_ARENA_MAX = -8
 _MADV_DONTNEED = 4
 # start-end, read-only permissions, offset, device, inode, path
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r--[sp] \S+ \S+ \S+\s+(/.*)")
+
+
+def one_heap() -> None:
+    """From now on all threads of this process share one heap; call it before others are started.
+
+    glibc gives each its own otherwise, and what a graph took while it was compiled, in a thread that has ended, would
+    stay there: 6 to 24 MB of a peer. On a system without this call nothing changes.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").mallopt(_M_ARENA_MAX, 1)
 
 
 def release_memory(*folders: Path) -> None:

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from swarm.child import module_environment
+
+# glibc itself tells how many heaps there are when a thread has asked for memory.
+HEAPS = """
+import ctypes, threading
+from swarm.engine.memory import one_heap
+{before}
+threading.Thread(target=bytearray, args=(100_000,)).start()
+libc = ctypes.CDLL("libc.so.6")
+libc.malloc_info(0, ctypes.c_void_p.in_dll(libc, "stdout"))
+libc.fflush(None)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heaps")
+@pytest.mark.parametrize(("before", "heaps"), [("one_heap()", 1), ("", 2)])
+def test_threads_share_one_heap_where_they_are_asked_to(before: str, heaps: int) -> None:
+    code = HEAPS.format(before=before)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=module_environment(), capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("<heap nr=") == heaps
