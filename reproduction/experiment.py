@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 ROUNDS = 5
+ROUNDS_OF_ONE = 15
+"""Where one stream is compared: it varies by a tenth from one round to the next."""
 Say = Callable[[str], None]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import openai
 
 from client.client import SwarmClient
-from reproduction.experiment import Report, Row, Say, interleaved, median_ratio, medians
+from reproduction.experiment import ROUNDS_OF_ONE, Report, Row, Say, interleaved, median_ratio, medians
 from reproduction.gateway import Ask, Stream, directly, gateway, through, together
 from reproduction.local import even
 from reproduction.machine import machine
@@ -21,10 +21,9 @@ from swarm import loops
 
 STREAMS = {1: 96, 16: 24}
 """How many at once, and the tokens of each."""
-ROUNDS = 15  # one stream varies by a tenth from one round to the next
 
 
-def run(say: Say, *, rounds: int = ROUNDS) -> Report:
+def run(say: Say, *, rounds: int = ROUNDS_OF_ONE) -> Report:
     model = smollm2(say)
     with (
         loops.runner() as runner,

@@ -16,7 +16,7 @@ from client.client import SwarmClient
 from client.config import GenerationConfig
 from client.generate import Reply, collect
 from reproduction.bare import bare_stages
-from reproduction.experiment import Report, Row, Say, interleaved, median_ratio, medians
+from reproduction.experiment import ROUNDS_OF_ONE, Report, Row, Say, interleaved, median_ratio, medians
 from reproduction.local import chain, decode, even, paged_chain
 from reproduction.machine import machine
 from reproduction.models import smollm2
@@ -24,7 +24,6 @@ from reproduction.peers import CORES, awake, on_core, pinned_swarm
 from swarm import loops
 
 TOKENS = 128
-ROUNDS = 15  # one stream varies by a tenth from one round to the next
 QUESTION = "Tell me about the sea."
 
 
@@ -82,11 +81,11 @@ def run(say: Say) -> Report:
                 "two_stateful_peers": partial(two_peers, "stateful"),
             },
             say,
-            ROUNDS,
+            ROUNDS_OF_ONE,
         )
         for client in clients.values():
             runner.run(client.close())
-    counted = replies[-ROUNDS:]
+    counted = replies[-ROUNDS_OF_ONE:]
     overheads = np.array([s for reply in counted for s in reply.metrics.overheads_s]) * 1e6 / len(spans)
     middle = medians(samples)
     return Report(

@@ -13,7 +13,7 @@ from functools import partial
 from client.speculation import Guesser
 from client.tuner import Prior, Tuner
 from reproduction.busy import busy_stages
-from reproduction.experiment import Report, Row, Say, interleaved, median_ratio, medians
+from reproduction.experiment import ROUNDS_OF_ONE, Report, Row, Say, interleaved, median_ratio, medians
 from reproduction.local import even
 from reproduction.machine import machine
 from reproduction.models import smollm2
@@ -24,10 +24,9 @@ from reproduction.users import crowd_on, prompts_of
 
 TOKENS = 96
 ACCEPTANCE = 0.707
-ROUNDS = 15  # one stream varies by a tenth from one round to the next
 
 
-def run(say: Say, *, tokens: int = TOKENS, rounds: int = ROUNDS) -> Report:
+def run(say: Say, *, tokens: int = TOKENS, rounds: int = ROUNDS_OF_ONE) -> Report:
     model = smollm2(say)
     single = Single(model)
     prompts = prompts_of(2)

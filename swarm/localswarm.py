@@ -259,7 +259,9 @@ def _uninterrupted() -> Iterator[None]:
         return
     came: list[int] = []
     waiting = True
-    handlers = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    # None is one that is not Python's: it stays
+    handlers = {number: handler for number, handler in before.items() if handler is not None}
 
     def hear(number: int, _: FrameType | None) -> None:
         if waiting:
@@ -270,14 +272,12 @@ def _uninterrupted() -> Iterator[None]:
         signal.raise_signal(number)
 
     try:
-        for number, handler in handlers.items():
-            if handler is not None:  # None: it is not Python's
-                signal.signal(number, hear)
+        for number in handlers:
+            signal.signal(number, hear)
         yield
     finally:
         waiting = False
         for number, handler in handlers.items():
-            if handler is not None:
-                signal.signal(number, handler)
+            signal.signal(number, handler)
         for one in came:
             signal.raise_signal(one)
