@@ -9,23 +9,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from client.chat import ChatSession as ChatSession
     from client.client import SwarmClient as SwarmClient
     from client.config import ClientConfig as ClientConfig
     from client.config import GenerationConfig as GenerationConfig
     from client.events import Event as Event
-    from client.generate import Piece as Piece
-    from client.generate import Reply as Reply
+    from client.generation.chat import ChatSession as ChatSession
+    from client.generation.generate import Piece as Piece
+    from client.generation.generate import Reply as Reply
     from client.metrics import Metrics as Metrics
 
 _HOMES = {
-    "ChatSession": "client.chat",
+    "ChatSession": "client.generation.chat",
     "ClientConfig": "client.config",
     "Event": "client.events",
     "GenerationConfig": "client.config",
     "Metrics": "client.metrics",
-    "Piece": "client.generate",
-    "Reply": "client.generate",
+    "Piece": "client.generation.generate",
+    "Reply": "client.generation.generate",
     "SwarmClient": "client.client",
 }
 

@@ -12,10 +12,10 @@ from typing import Annotated, TextIO
 
 import typer
 
-from client.chat import ChatSession
 from client.client import SwarmClient
 from client.config import AUTO, ClientConfig, GenerationConfig
-from client.generate import Piece, Reply, collect
+from client.generation.chat import ChatSession
+from client.generation.generate import Piece, Reply, collect
 from client.options import (
     DraftOption,
     InitialPeers,
@@ -28,9 +28,9 @@ from client.options import (
     write_json,
 )
 from client.progress import Progress, describe
-from client.window import MOST_GUESSES
-from swarm import loops
+from client.speculation.window import MOST_GUESSES
 from swarm.errors import ConfigError, ContextExceeded, SwarmError
+from swarm.process import event_loop
 
 MaxNewTokens = Annotated[int, typer.Option(help="The most tokens that an answer may have.")]
 Temperature = Annotated[float | None, typer.Option(help="Over 0: draw tokens at random; 0 or left out: the likeliest.")]
@@ -90,7 +90,9 @@ def generate(
     if system is not None:
         asked = [{"role": "system", "content": system}, {"role": "user", "content": text}]
     with Progress() as progress:
-        reply = loops.run(_generate(model, initial_peers, numerics, prefix_key, asked, config, progress, raw, as_json))
+        reply = event_loop.run(
+            _generate(model, initial_peers, numerics, prefix_key, asked, config, progress, raw, as_json)
+        )
         if as_json:
             write_json(reply.to_plain(), indent=None)
         progress.note(describe(reply), dim=True)
@@ -152,7 +154,7 @@ def chat(
         num_assistant_tokens=draft_tokens,
     )
     # Between turns the loop stands still, so that input() has the terminal, its editing and Ctrl-C to itself.
-    with Progress() as progress, loops.runner() as runner:
+    with Progress() as progress, event_loop.runner() as runner:
         client = runner.run(_connect(model, initial_peers, numerics, prefix_key, progress, chat_tokens=context))
         try:
             runner.run(client.load_draft(draft))  # a wrong one is said before anything is asked

@@ -14,17 +14,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
 
-from client.chat import ChatSession
 from client.config import ClientConfig, GenerationConfig, whole
-from client.drafts import Drafts, SessionDrafts
 from client.events import Event, OnEvent, Stage, unheard
-from client.generate import Piece, Task, generate
-from client.lines import Lines
+from client.generation.chat import ChatSession
+from client.generation.generate import Piece, Task, generate
+from client.generation.tokenizer import Codec, Message, Tokenizer
 from client.metrics import Meter
-from client.pipeline import Pipeline
-from client.planner import Planner
-from client.text import Codec, Message, Tokenizer
-from swarm.address import Address
+from client.pipeline.connections import Lines
+from client.pipeline.pipeline import Pipeline
+from client.pipeline.planner import Planner
+from client.speculation.drafts import Drafts, SessionDrafts
+from swarm.discovery.download import fetch_manifest, fetch_parts
+from swarm.discovery.records import PeerRecord
+from swarm.discovery.remote_directory import PeerDirectory, find_model, find_peers, told_on_trust
 from swarm.errors import (
     ConfigError,
     LocalProtocolError,
@@ -35,11 +37,9 @@ from swarm.errors import (
     RouteError,
     SwarmError,
 )
-from swarm.fetch import fetch_manifest, fetch_parts
-from swarm.greeting import client_hello
-from swarm.manifest import TOKENIZER, Manifest, check_files, load_manifest, package_folder
-from swarm.peers import PeerDirectory, find_model, find_peers, told_on_trust
-from swarm.records import PeerRecord
+from swarm.model.manifest import TOKENIZER, Manifest, check_files, load_manifest, package_folder
+from swarm.transport.address import Address
+from swarm.transport.hello import client_hello
 
 Prompt = str | Sequence[Message] | Sequence[int]
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from client.window import MOST_GUESSES, MOST_WINDOWS
+from client.speculation.window import MOST_GUESSES, MOST_WINDOWS
 from swarm.engine.base import Numerics
 from swarm.engine.choice import ENGINE_CHOICES, EngineChoice
 from swarm.errors import ConfigError
-from swarm.folders import cache_folder
+from swarm.process.folders import cache_folder
 from swarm.sampling import Sampling
 from swarm.wire.messages import MAX_STEP_TOKENS
 from swarm.wire.tensors import HIDDEN_DTYPES

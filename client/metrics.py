@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from client.circuit import Answer
-from client.speculation import SpeculationReport
+from client.pipeline.circuit import Answer
+from client.speculation.speculation import SpeculationReport
 from swarm.wire.messages import HopTrace
 
 

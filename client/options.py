@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 
 from client.config import GenerationConfig
-from swarm.address import Address
 from swarm.engine.base import Numerics
 from swarm.errors import ConfigError
-from swarm.manifest import Manifest, load_manifest, package_folder
+from swarm.model.manifest import Manifest, load_manifest, package_folder
+from swarm.transport.address import Address
 
 USUAL_SESSION_TOKENS = 128 + GenerationConfig.max_new_tokens
 """What `swarm generate` asks of each peer for a short prompt: the routes shown are then those that it takes."""

@@ -13,9 +13,9 @@ from rich.markup import escape
 from rich.status import Status
 
 from client.events import Event, Stage
-from client.generate import FinishReason, Reply
+from client.generation.generate import FinishReason, Reply
 from client.options import messages
-from client.speculation import SpeculationReport
+from client.speculation.speculation import SpeculationReport
 
 _EVERY_S = 1.0
 _CHANGES_SHOWN = 6

@@ -13,8 +13,8 @@ from rich.console import Console
 from export.progress import bars
 from export.request import GROUP, Request
 from swarm.errors import ConfigError
-from swarm.manifest import Manifest
-from swarm.spans import LayerRange
+from swarm.model.manifest import Manifest
+from swarm.model.spans import LayerRange
 
 Weights = Literal["keep", "int8", "int4", "f16"]
 
@@ -94,7 +94,7 @@ def export(
 
 
 def _check(package: Path, against: Path | None, console: Console, as_json: bool) -> None:
-    from export.check import PROMPT, check_package  # OpenVINO is not loaded for --help
+    from export.verify.check import PROMPT, check_package  # OpenVINO is not loaded for --help
 
     with bars(console) as report:
         found = check_package(package, against, report)

@@ -19,8 +19,8 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show a package's layers, sizes, formats, cache a token, and how many layers fit in a machine."""
-    from export.inspect import as_json as plain
-    from export.inspect import as_text, describe
+    from export.package.inspect import as_json as plain
+    from export.package.inspect import as_text, describe
 
     if wrong := [gigabytes for gigabytes in memory or () if not 0 < gigabytes <= _MOST_GB]:
         raise ConfigError(f"--memory {wrong[0]:g} is no machine's: name GB, such as --memory 16")

@@ -20,8 +20,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from export.source import Progress as Report
-from swarm.footprint import in_words
+from export.sources.source import Progress as Report
+from swarm.model.memory_footprint import in_words
 
 
 class _Memory(ProgressColumn):

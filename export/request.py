@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from export.source import Progress
+from export.sources.source import Progress
 from swarm.errors import ConfigError
-from swarm.manifest import Manifest, StaticSpec
-from swarm.spans import LayerRange
+from swarm.model.manifest import Manifest, StaticSpec
+from swarm.model.spans import LayerRange
 
 if TYPE_CHECKING:
-    from export.journal import Journal
-    from export.layerwise import Work
+    from export.package.from_checkpoint import Work
+    from export.package.journal import Journal
 
 GROUP = 128
 
@@ -47,8 +47,9 @@ class Request:
     chunk: int | None = None
 
     def run(self, verify: bool, progress: Progress) -> Done:
-        """Raises what `export.package.export_package` and `export.layerwise.export_checkpoint` raise."""
-        from export.checkpoint import fetch_checkpoint, is_checkpoint  # OpenVINO is not loaded for --help
+        """Raises what `export.package.from_graph.export_package` and
+        `export.package.from_checkpoint.export_checkpoint` raise."""
+        from export.checkpoint.checkpoint import fetch_checkpoint, is_checkpoint  # OpenVINO is not loaded for --help
 
         directory, origin = self.source, None
         if not self.source.exists() and _is_hub_id(self.source):
@@ -63,8 +64,8 @@ class Request:
     def _from_checkpoint(
         self, directory: Path, origin: str | None, verify: bool, progress: Progress
     ) -> Manifest | None:
-        from export.compress import Format
-        from export.layerwise import export_checkpoint
+        from export.graph.compress import Format
+        from export.package.from_checkpoint import export_checkpoint
 
         if verify:
             raise ConfigError(
@@ -88,8 +89,8 @@ class Request:
         )
 
     def _from_graph(self, verify: bool, progress: Progress) -> Done:
-        from export.package import export_package
-        from export.verify import require_exact, verify_package
+        from export.package.from_graph import export_package
+        from export.verify.against_graph import require_exact, verify_package
 
         differences: list[float] = []
 
@@ -114,12 +115,12 @@ class Request:
         return Done(manifest=manifest, difference=differences[0] if differences else None)
 
     def _static(self) -> StaticSpec | None:
-        from export.static import static_spec
+        from export.graph.static import static_spec
 
         return None if self.static is None else static_spec(self.static, self.chunk)
 
     def _make_in_jobs(self, work: Work, journal: Journal, parts: Sequence[str], progress: Progress) -> None:
-        from export.jobs import even_shares, run_jobs
+        from export.package.jobs import even_shares, run_jobs
 
         command = ["export", str(self.source), str(self.out), "--weights", self.weights, "--resume", "--force"]
         command += ["--group-size", str(self.group), *(["--symmetric"] if self.symmetric else [])]

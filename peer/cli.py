@@ -19,13 +19,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from peer.config import JoinConfig, parse_bytes
 from peer.report import Progress as Hear
 from peer.report import Report
-from swarm import loops
-from swarm.address import Address
 from swarm.engine.base import Precision
 from swarm.engine.choice import EngineChoice
 from swarm.engine.memory import one_heap
-from swarm.folders import cache_folder
-from swarm.spans import LayerRange
+from swarm.model.spans import LayerRange
+from swarm.process import event_loop
+from swarm.process.folders import cache_folder
+from swarm.transport.address import Address
 
 InitialPeers = Annotated[
     list[str] | None,
@@ -206,8 +206,8 @@ def _read_or_not(stream: TextIO) -> Iterator[None]:
 def _run(config: JoinConfig, *, as_json: bool, verbose: int) -> None:
     one_heap()
     # imported now, not above: `swarm join --help` need not wait for OpenVINO
-    from peer.join import join as run
-    from peer.stopping import Interrupted
+    from peer.lifecycle.join import join as run
+    from peer.lifecycle.shutdown import Interrupted
 
     console = messages()
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
@@ -216,7 +216,7 @@ def _run(config: JoinConfig, *, as_json: bool, verbose: int) -> None:
     logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
     report: Report = ConsoleReport(console, as_json=as_json)
     try:
-        loops.run(run(config, report))
+        event_loop.run(run(config, report))
     except Interrupted as error:
         raise KeyboardInterrupt from error
 

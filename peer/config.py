@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm.address import Address
 from swarm.engine.base import PRECISIONS
 from swarm.engine.choice import EngineKind, resolve_engine
 from swarm.errors import ConfigError
-from swarm.spans import LayerRange
+from swarm.model.spans import LayerRange
+from swarm.transport.address import Address
 
 DEFAULT_PORT = 31337
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)

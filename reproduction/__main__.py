@@ -12,54 +12,67 @@ from rich.console import Console
 from reproduction.experiment import Report
 from swarm.errors import SwarmError
 
-# name -> what it compares; the module of the same name has `run(say) -> Report`
+# folder -> name -> what it compares; the module of that folder and name has `run(say) -> Report`
 EXPERIMENTS = {
-    "shard_parity": "the whole model as one composed span, with and without beam_idx, against openvino_genai",
-    "shard_stages": "1, 2, 3 and 4 spans chained in one process against the unsplit graph",
-    "hop_overhead": "one stream over two real peers against the same two graphs chained in one process",
-    "breakdown": "where a token's time goes, hop by hop",
-    "memory": "resident memory of a peer against the bytes of its span",
-    "startup": "cold and warm join to announced; generate from process start to first token",
-    "gateway_overhead": "1 and 16 streams through the gateway against the Python client directly",
-    "gateway_load": "1 ... 64 streams through one gateway: speed of all, and when tokens come",
-    "trim_cost": "rewinding by mask against trimming the state, by cache length",
-    "speculation": "eight kinds of prompts with and without drafts, one process, SmolLM2 and a 1B-shaped model",
-    "speculation_length": "drafts over 128 to 2,048 tokens, and what their rewinds cost the cache",
-    "draft_parity": "greedy texts with drafts against those without, 256 tokens, 2 to 4 peers",
-    "coupling": "how often a sampling draft is right: the same random number against the optimum",
-    "logits": "top-1, top-n, f16 and f32 logits back, near and far",
-    "activation_format": "hidden states in f32, f16, bf16 and int8 between hops",
-    "k_sweep": "guesses a trip, fixed and adaptive, over three peers at 0, 50 and 100 ms a way",
-    "wan": "one token a trip against drafts and windows under way, two far peers, two users",
-    "export_memory": "peak memory of an export by number of layers, and on a checkpoint of 12 GB",
-    "export_speed": "seconds a layer of an export against nncf's own time for it",
-    "weights": "SmolLM2 in each format of weights: size, speed, perplexity",
-    "beam_idx": "speed by context length with and without the beam_idx Gather",
-    "precision": "accuracy against performance mode: speed, and how often greedy text differs",
-    "micro_batching": "1, 2 and 3 streams that interleave over two peers, one step at a time",
-    "progression": "two peers with one stream, two, and two with drafts, against one unsplit user on one core",
-    "three_stages": "three peers and three users, stateful and paged",
-    "prefill": "a prompt of 2,000 tokens over two peers against the unsplit model on one core",
-    "interference": "the gaps of a running text while prompts of 2,000 tokens arrive",
-    "prefix": "time to first token with a prefix of 1,000 tokens kept and not kept",
-    "soak": "ten minutes of 32 users who come and go while peers are killed: no wrong token, no leak",
-    "batching": "1 to 32 users on two peers against the unsplit model on one core, for one user and for as many",
+    "engine": {
+        "shard_parity": "the whole model as one composed span, with and without beam_idx, against openvino_genai",
+        "shard_stages": "1, 2, 3 and 4 spans chained in one process against the unsplit graph",
+        "memory": "resident memory of a peer against the bytes of its span",
+        "trim_cost": "rewinding by mask against trimming the state, by cache length",
+        "beam_idx": "speed by context length with and without the beam_idx Gather",
+        "precision": "accuracy against performance mode: speed, and how often greedy text differs",
+    },
+    "network": {
+        "hop_overhead": "one stream over two real peers against the same two graphs chained in one process",
+        "breakdown": "where a token's time goes, hop by hop",
+        "logits": "top-1, top-n, f16 and f32 logits back, near and far",
+        "activation_format": "hidden states in f32, f16, bf16 and int8 between hops",
+        "wan": "one token a trip against drafts and windows under way, two far peers, two users",
+    },
+    "speculation": {
+        "speculation": "eight kinds of prompts with and without drafts, one process, SmolLM2 and a 1B-shaped model",
+        "speculation_length": "drafts over 128 to 2,048 tokens, and what their rewinds cost the cache",
+        "draft_parity": "greedy texts with drafts against those without, 256 tokens, 2 to 4 peers",
+        "coupling": "how often a sampling draft is right: the same random number against the optimum",
+        "k_sweep": "guesses a trip, fixed and adaptive, over three peers at 0, 50 and 100 ms a way",
+    },
+    "serving": {
+        "startup": "cold and warm join to announced; generate from process start to first token",
+        "gateway_overhead": "1 and 16 streams through the gateway against the Python client directly",
+        "gateway_load": "1 ... 64 streams through one gateway: speed of all, and when tokens come",
+        "micro_batching": "1, 2 and 3 streams that interleave over two peers, one step at a time",
+        "progression": "two peers with one stream, two, and two with drafts, against one unsplit user on one core",
+        "three_stages": "three peers and three users, stateful and paged",
+        "prefill": "a prompt of 2,000 tokens over two peers against the unsplit model on one core",
+        "interference": "the gaps of a running text while prompts of 2,000 tokens arrive",
+        "prefix": "time to first token with a prefix of 1,000 tokens kept and not kept",
+        "soak": "ten minutes of 32 users who come and go while peers are killed: no wrong token, no leak",
+        "batching": "1 to 32 users on two peers against the unsplit model on one core, for one user and for as many",
+    },
+    "export": {
+        "export_memory": "peak memory of an export by number of layers, and on a checkpoint of 12 GB",
+        "export_speed": "seconds a layer of an export against nncf's own time for it",
+        "weights": "SmolLM2 in each format of weights: size, speed, perplexity",
+    },
 }
+FOLDERS = {name: folder for folder, experiments in EXPERIMENTS.items() for name in experiments}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m reproduction", description=__doc__)
-    parser.add_argument("experiment", nargs="?", choices=[*EXPERIMENTS], metavar="NAME")
+    parser.add_argument("experiment", nargs="?", choices=[*FOLDERS], metavar="NAME")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="append its tables there, as documentation")
     options = parser.parse_args()
     console, progress = Console(), Console(stderr=True)
     if options.experiment is None:
-        for name, text in EXPERIMENTS.items():
-            console.print(f"{name:18} {text}", highlight=False)
+        for folder, experiments in EXPERIMENTS.items():
+            console.print(folder, style="bold")
+            for name, text in experiments.items():
+                console.print(f"  {name:18} {text}", highlight=False)
         return 0
     try:
-        report: Report = import_module(f"reproduction.{options.experiment}").run(
+        report: Report = import_module(f"reproduction.{FOLDERS[options.experiment]}.{options.experiment}").run(
             lambda text: progress.print(text, style="dim", highlight=False)
         )
     except SwarmError as error:

@@ -1,6 +1,6 @@
 """`python -m swarm` is the command `swarm`."""
 
-from swarm.cli import main
+from swarm.app.main import main
 
 if __name__ == "__main__":
     main()

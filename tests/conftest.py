@@ -24,10 +24,10 @@ from typing import Any
 
 import pytest
 
-from swarm import telemetry
-from swarm.child import module_command, module_environment
-from swarm.demomodel import fetch_demo_model
-from swarm.folders import cache_folder
+from swarm.app.demo_model import fetch_demo_model
+from swarm.process import telemetry
+from swarm.process.child_process import module_command, module_environment
+from swarm.process.folders import cache_folder
 
 pytest_plugins = ["tests.sharing"]
 
@@ -83,8 +83,8 @@ def smollm2_gguf() -> Path:
 def smollm2_package(smollm2_gguf: Path, smollm2_ir: Path) -> Path:
     """It as a model package: 30 layers. Read only; copy what a test damages.
 
-    The file has been converted for `smollm2_ir`, and is not converted again. tests/test_demo.py holds this package
-    against the one that the exporter makes of the file alone.
+    The file has been converted for `smollm2_ir`, and is not converted again. tests/swarm/app/test_demo.py holds this
+    package against the one that the exporter makes of the file alone.
     """
     if given := os.environ.get("SWARM_TEST_PACKAGE"):
         return Path(given)
@@ -93,10 +93,10 @@ def smollm2_package(smollm2_gguf: Path, smollm2_ir: Path) -> Path:
         shutil.copytree(smollm2_ir.parent, scratch, symlinks=True, copy_function=os.link, dirs_exist_ok=True)
 
     def export(work: Path) -> None:
-        from export.package import export_package
+        from export.package.from_graph import export_package
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("export.gguf._convert", converted)
+            patch.setattr("export.sources.gguf._convert", converted)
             export_package(smollm2_gguf, work / "smollm2")
 
     return _made("package", [*_exporter(), str(smollm2_ir).encode(), _stamp(smollm2_gguf)], export) / "smollm2"
@@ -117,13 +117,13 @@ def smollm2_ir(smollm2_gguf: Path) -> Path:
 @pytest.fixture(scope="session")
 def smollm2_f16_package(smollm2_ir: Path, smollm2_package: Path) -> Path:
     """The same model under the same name, with f16 weights and a context of 128 tokens: another digest."""
-    from swarm.manifest import load_manifest
+    from swarm.model.manifest import load_manifest
 
     def export(work: Path) -> None:
         import openvino as ov
         from openvino.passes import ConstantFolding, Manager
 
-        from export.package import export_package
+        from export.package.from_graph import export_package
 
         unpacked = work / "ir"
         unpacked.mkdir()
@@ -219,7 +219,7 @@ def tiny_packages(tiny_irs: Mapping[str, Path]) -> Mapping[str, Path]:
     """Family -> its package with kept weights. Read only; `mistral` has sliding windows."""
 
     def make(work: Path) -> None:
-        from export.package import export_package
+        from export.package.from_graph import export_package
 
         for family, ir in tiny_irs.items():
             export_package(ir, work / family)
@@ -254,8 +254,8 @@ def add_static(package: Path, target: Path, context: int, chunk: int) -> None:
     """A copy of `package` that has static graphs too."""
     from dataclasses import replace
 
-    from export.static import static_spec, write_static
-    from swarm.manifest import MANIFEST, load_manifest
+    from export.graph.static import static_spec, write_static
+    from swarm.model.manifest import MANIFEST, load_manifest
 
     shutil.copytree(package, target)
     manifest, spec = load_manifest(target), static_spec(context, chunk)
@@ -308,7 +308,7 @@ def made(kind: str, make: Callable[[Path], None], *inputs: bytes) -> Path:
 
 
 def _exporter() -> list[bytes]:
-    return [path.read_bytes() for path in sorted([*ROOT.glob("export/*.py"), ROOT / "swarm" / "manifest.py"])]
+    return [path.read_bytes() for path in sorted([*ROOT.glob("export/**/*.py"), ROOT / "swarm" / "model" / "manifest.py"])]
 
 
 def _stamp(path: Path) -> bytes:

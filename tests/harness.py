@@ -1,6 +1,6 @@
 """Real processes for tests: commands, conditions to wait on, and hosts of their own.
 
-Peers are started by `swarm.localswarm.LocalSwarm`. Nothing here decides by time: a wait is on a
+Peers are started by `swarm.app.local_swarm.LocalSwarm`. Nothing here decides by time: a wait is on a
 condition, and its limit is only there to end a test that will never pass.
 """
 
@@ -19,8 +19,8 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from swarm.localswarm import LocalSwarm, Member
-from swarm.spans import LayerRange
+from swarm.app.local_swarm import LocalSwarm, Member
+from swarm.model.spans import LayerRange
 
 ROOT = Path(__file__).parent.parent
 PATIENCE_S = 120.0

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    ("swarm", "files"), [("standing_swarm", "cases/test_*.py"), ("gateway_town", "client/gateway/test_*.py")]
+    ("swarm", "files"), [("standing_swarm", "cases/test_*.py"), ("gateway_town", "client/gateway/**/test_*.py")]
 )
 def test_the_files_on_one_swarm_are_one_share(swarm: str, files: str) -> None:
     together = [path for path in sorted(ROOT.glob(f"tests/{files}")) if swarm in path.read_text()]
@@ -21,9 +21,9 @@ def test_the_files_on_one_swarm_are_one_share(swarm: str, files: str) -> None:
 
 
 def test_the_exporters_tests_are_one_share() -> None:
-    assert len({share_of(str(path.relative_to(ROOT))) for path in ROOT.glob("tests/export/test_*.py")}) == 1
+    assert len({share_of(str(path.relative_to(ROOT))) for path in ROOT.glob("tests/export/**/test_*.py")}) == 1
 
 
 def test_every_other_file_is_a_share_of_its_own() -> None:
-    for path in ("tests/test_house.py", "tests/cases/test_churn.py", "tests/client/gateway/test_server.py"):
+    for path in ("tests/test_house.py", "tests/cases/test_churn.py", "tests/client/gateway/http/test_server.py"):
         assert share_of(path) == path

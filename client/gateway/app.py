@@ -19,17 +19,17 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from client.gateway.answering import Answering
+from client.gateway.api.errors import BUG, Problem, problem_of
+from client.gateway.api.openapi import description
+from client.gateway.api.requests import Asked, parse_chat, parse_completion, parse_json
+from client.gateway.completions import Answering
 from client.gateway.config import GatewayConfig
-from client.gateway.fleet import Fleet, Served
-from client.gateway.guard import Guard
-from client.gateway.http import LONG, Bodies
+from client.gateway.http.asgi import LONG, Bodies
+from client.gateway.http.guard import Guard
+from client.gateway.http.sse import EventStream, Vanished, unless_vanished
 from client.gateway.metrics import Gauges, state_of
-from client.gateway.openapi import description
-from client.gateway.problems import BUG, Problem, problem_of
-from client.gateway.requests import Asked, parse_chat, parse_completion, parse_json
-from client.gateway.sse import EventStream, Vanished, unless_vanished
-from client.gateway.watch import SwarmWatch
+from client.gateway.model_pool import Fleet, Served
+from client.gateway.swarm_view import SwarmWatch
 from swarm.errors import RequestError, SwarmError
 
 PAGE = Path(__file__).parent / "page"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from client.config import AUTO
 from client.gateway.keys import Keys
-from swarm.address import Address
 from swarm.errors import ConfigError
+from swarm.transport.address import Address
 
 DEFAULT_LISTEN = Address("127.0.0.1", 8000)
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from client.gateway.fleet import Fleet
+from client.gateway.model_pool import Fleet
 from client.metrics import Metrics
-from swarm.scrape import Asked
+from swarm.process.prometheus import Asked
 
 _FIRST_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0)
 _BETWEEN_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 3.0, 10.0)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from client.config import ClientConfig
 from client.gateway.app import Gateway
 from client.gateway.config import GatewayConfig
-from client.gateway.fleet import Fleet
-from client.gateway.server import Ending
-from client.gateway.server import run as run_server
-from swarm.address import Address
+from client.gateway.http.server import Ending
+from client.gateway.http.server import run as run_server
+from client.gateway.model_pool import Fleet
+from swarm.transport.address import Address
 
 Listening = Callable[[Address, Sequence[str]], None]
 """Hears where the gateway listens, and the names of its models."""

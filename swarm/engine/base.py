@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarm.errors import SwarmError
-from swarm.spans import LayerRange
+from swarm.model.spans import LayerRange
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from swarm.errors import PackageError
-from swarm.manifest import FileEntry, describe_file
+from swarm.model.manifest import FileEntry, describe_file
 
 _SEAL = "sealed.json"
 _KEPT = 8

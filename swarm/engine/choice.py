@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from swarm.engine.base import Engine
 from swarm.errors import ConfigError
-from swarm.manifest import Manifest
-from swarm.spans import LayerRange
+from swarm.model.manifest import Manifest
+from swarm.model.spans import LayerRange
 
 if TYPE_CHECKING:
-    from swarm.engine.store import KvStore
+    from swarm.engine.paged.store import KvStore
 
 EngineKind = Literal["paged", "stateful", "static"]
 EngineChoice = Literal["auto", "paged", "stateful", "static"]
@@ -67,7 +67,7 @@ def open_chosen_engine(
     """
     # Each engine is loaded where it is wanted alone.
     if kind == "paged":
-        from swarm.engine.paged import open_paged_engine
+        from swarm.engine.paged.engine import open_paged_engine
 
         return open_paged_engine(
             package,
@@ -80,7 +80,7 @@ def open_chosen_engine(
             threads=threads,
         )
     if kind == "static":
-        from swarm.engine.static import open_static_engine as open_engine
+        from swarm.engine.static.engine import open_static_engine as open_engine
     else:
         from swarm.engine.compose import open_engine  # type: ignore[assignment]
     return open_engine(

@@ -24,8 +24,8 @@ from swarm.engine.device import compile_span
 from swarm.engine.memory import release_memory
 from swarm.engine.stateful import StatefulEngine
 from swarm.errors import DamagedFile, PackageError
-from swarm.manifest import EMBED, HEAD, Manifest, layer_part
-from swarm.spans import LayerRange
+from swarm.model.manifest import EMBED, HEAD, Manifest, layer_part
+from swarm.model.spans import LayerRange
 
 _SHARED = ("input_ids", "attention_mask", "position_ids", "beam_idx")
 _HIDDEN = "hidden_states"

@@ -14,7 +14,7 @@ import openvino as ov
 from swarm.engine.base import PRECISIONS, Numerics
 from swarm.engine.cache import discard, discard_if_damaged, entry_path, evict, locked, seal
 from swarm.errors import ConfigError, EngineError
-from swarm.priority import giving_way
+from swarm.process.priority import giving_way
 
 EXACT = Numerics(inference="f32", kv="f32")
 STATEFUL_ATTENTION, PAGED_ATTENTION = "ScaledDotProductAttention", "PagedAttention"

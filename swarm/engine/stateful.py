@@ -18,8 +18,8 @@ from swarm.engine.device import CompiledSpan
 from swarm.engine.ledger import Ledger, Plan
 from swarm.engine.steps import WARM_UP_TOKENS, Sessions, StepRules, all_finite, run_in_turn, run_warm_up
 from swarm.errors import EngineError
-from swarm.manifest import Manifest
-from swarm.spans import LayerRange
+from swarm.model.manifest import Manifest
+from swarm.model.spans import LayerRange
 
 # A kept request starts the next session some ms faster, and keeps the memory of the last one.
 _SPARE_REQUESTS = 1

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from swarm.engine.base import Engine, Step, StepResult
 from swarm.errors import BadStep, ContextExceeded, EngineError, SwarmError, UnknownSession
-from swarm.manifest import Manifest
-from swarm.spans import LayerRange
+from swarm.model.manifest import Manifest
+from swarm.model.spans import LayerRange
 
 WARM_UP_TOKENS = 32
 S = TypeVar("S")

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from swarm.manifest import MAX_MANIFEST_BYTES
+from swarm.model.manifest import MAX_MANIFEST_BYTES
 from swarm.wire.message import Bulk, Message, check
 
 MAX_FILE_PIECE = 4 << 20

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swarm.localswarm import LocalSwarm
+from swarm.app.local_swarm import LocalSwarm
 from tests.harness import local_swarm
 
 ChatIds = Callable[[str], list[int]]
@@ -24,8 +24,8 @@ def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def standing_swarm(smollm2_package: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
     """Three peers in a row, 0:11, 11:15 and 15:30. Whoever uses it leaves it as it was.
 
-    Peers remember which spans have passed their self-test (peer/passed.py): those that tests start again and again
-    are the same spans where what a test shows does not depend on them.
+    Peers remember which spans have passed their self-test (peer/loading/self_test_cache.py): those that tests start
+    again and again are the same spans where what a test shows does not depend on them.
     """
     with local_swarm(tmp_path_factory.mktemp("standing"), smollm2_package, ("0:11", "11:15", "15:30")) as swarm:
         yield swarm

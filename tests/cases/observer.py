@@ -12,12 +12,12 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from swarm.address import Address
-from swarm.channel import Channel
-from swarm.greeting import client_hello
-from swarm.localswarm import LocalSwarm, Member
-from swarm.peers import PeerDirectory, find_peers
-from swarm.records import PeerRecord
+from swarm.app.local_swarm import LocalSwarm, Member
+from swarm.discovery.records import PeerRecord
+from swarm.discovery.remote_directory import PeerDirectory, find_peers
+from swarm.transport.address import Address
+from swarm.transport.channel import Channel
+from swarm.transport.hello import client_hello
 from swarm.wire.messages import OpenSession, SessionOpened
 from tests.harness import PATIENCE_S, family_of, still_running, wait_until
 

@@ -8,12 +8,12 @@ import dataclasses
 import secrets
 from collections.abc import AsyncIterator, Sequence
 
-from swarm.address import Address
-from swarm.channel import Channel
+from swarm.discovery.records import PeerRecord
 from swarm.errors import PeerLost
-from swarm.greeting import client_hello
-from swarm.records import PeerRecord
-from swarm.stream import Stream, connect
+from swarm.transport.address import Address
+from swarm.transport.channel import Channel
+from swarm.transport.hello import client_hello
+from swarm.transport.stream import Stream, connect
 from swarm.wire.messages import Link, Linked
 from tests.peer.toy_swarm import PATIENCE_S, SECRET, Caller
 

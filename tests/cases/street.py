@@ -13,27 +13,27 @@ from numpy.typing import NDArray
 
 from client.config import ClientConfig
 from client.events import Event
-from client.lines import Lines
-from client.pipeline import Pipeline
-from client.planner import Planner
+from client.pipeline.connections import Lines
+from client.pipeline.pipeline import Pipeline
+from client.pipeline.planner import Planner
+from peer.announcing.record import Offer
+from peer.batching.scheduler import Shared
 from peer.config import SessionLimits
-from peer.desk import Desk, Shelf
-from peer.offer import Offer
-from peer.schedule import Shared
-from peer.selftest import SelfTest
-from peer.server import PeerServer
-from peer.service import Serving, SpanService
-from swarm.directory import MemoryDirectory
+from peer.loading.self_test import SelfTest
+from peer.serving.queries import Desk, Shelf
+from peer.serving.server import PeerServer
+from peer.sessions.service import Serving, SpanService
+from swarm.discovery.directory import MemoryDirectory
 from swarm.engine.base import Step
 from swarm.engine.choice import EngineKind, open_chosen_engine
 from swarm.engine.compose import open_engine
-from swarm.engine.paged import PagedEngine
-from swarm.engine.spill import Spill
-from swarm.greeting import client_hello, peer_hello
-from swarm.identity import Identity
-from swarm.manifest import Manifest, load_manifest
+from swarm.engine.paged.engine import PagedEngine
+from swarm.engine.paged.spill import Spill
+from swarm.model.manifest import Manifest, load_manifest
+from swarm.model.spans import LayerRange
 from swarm.sampling import Sampling
-from swarm.spans import LayerRange
+from swarm.transport.hello import client_hello, peer_hello
+from swarm.transport.identity import Identity
 from swarm.wire.messages import Hello
 from tests.peer.toy_swarm import until
 

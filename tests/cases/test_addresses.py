@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from swarm.cli import app
-from swarm.localswarm import LocalSwarm
+from swarm.app.local_swarm import LocalSwarm
+from swarm.app.main import app
 from tests.cases.observer import digest_of
 from tests.harness import listens, run_swarm, wait_until
 

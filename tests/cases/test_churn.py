@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from client import GenerationConfig, SwarmClient
-from client.chat import ChatSession
 from client.config import ClientConfig
 from client.events import Event, Stage
-from client.generate import Piece
+from client.generation.chat import ChatSession
+from client.generation.generate import Piece
 from swarm.errors import NotCovered
-from swarm.manifest import load_manifest
+from swarm.model.manifest import load_manifest
 from tests.cases.conftest import ChatIds
 from tests.cases.town import Diary, House, Town, names_on, stopped, town_in
 from tests.conftest import GreedyReference

@@ -13,9 +13,9 @@ from contextlib import aclosing, suppress
 from typing import Any
 
 from client import GenerationConfig, SwarmClient
+from swarm.app.local_swarm import LocalSwarm
+from swarm.discovery.records import PeerRecord
 from swarm.errors import LocalProtocolError
-from swarm.localswarm import LocalSwarm
-from swarm.records import PeerRecord
 from tests.cases.observer import assert_well, digest_of, eventually, nothing_is_reserved, records_at
 from tests.cases.rawclient import RawRoute
 from tests.conftest import GreedyReference

@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from swarm.localswarm import LocalSwarm, Member
-from swarm.manifest import MANIFEST, load_manifest
+from swarm.app.local_swarm import LocalSwarm, Member
+from swarm.model.manifest import MANIFEST, load_manifest
 from tests.cases.conftest import ChatIds
 from tests.cases.observer import records_at, wait_for_end
 from tests.conftest import GreedyReference

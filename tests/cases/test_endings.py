@@ -1,6 +1,6 @@
 """Case 9: Ctrl-C once, Ctrl-C twice, SIGKILL: what peers leave behind, and what becomes of their sessions.
 
-`swarm demo` and Ctrl-C: tests/test_demo.py.
+`swarm demo` and Ctrl-C: tests/swarm/app/test_demo.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 
 from client import GenerationConfig, SwarmClient
 from client.events import Event, Stage
-from swarm.localswarm import LocalSwarm, Member
-from swarm.records import LEAVING
+from swarm.app.local_swarm import LocalSwarm, Member
+from swarm.discovery.records import LEAVING
 from tests.cases.conftest import ChatIds
 from tests.cases.observer import digest_of, eventually, look_up, records_at
 from tests.cases.rawclient import RawRoute
@@ -137,4 +137,4 @@ def test_after_a_sigkill_no_port_and_no_child_is_left(swarm: LocalSwarm, smollm2
 
 
 def runs_its_self_test(member: Member) -> bool:
-    return any("peer.selftest" in " ".join(child.cmdline()) for child in family_of(member))
+    return any("peer.loading.self_test" in " ".join(child.cmdline()) for child in family_of(member))

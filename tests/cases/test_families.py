@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from swarm.engine.choice import EngineKind
-from swarm.spans import LayerRange
+from swarm.model.spans import LayerRange
 from tests.cases.street import street
+from tests.export.checkpoint.test_families import SUPPORTED, Packages
 from tests.export.make_tiny import LAYERS
-from tests.export.test_families import SUPPORTED, Packages
 
 # The engine that peers choose by themselves gets a layer of each kind; that of other devices the rest.
 PEERS: dict[LayerRange, EngineKind] = {LayerRange(0, 3): "paged", LayerRange(3, LAYERS): "stateful"}

@@ -18,16 +18,16 @@ import psutil
 import pytest
 
 from client import GenerationConfig, SwarmClient
-from swarm.address import Address
-from swarm.localswarm import LocalSwarm
-from swarm.records import PeerRecord
+from swarm.app.local_swarm import LocalSwarm
+from swarm.discovery.records import PeerRecord
+from swarm.transport.address import Address
 from swarm.wire.messages import Forward
 from swarm.wire.questions import Ping
 from tests.cases.conftest import ChatIds
 from tests.cases.observer import assert_well, digest_of, eventually, nothing_is_reserved, records_at
 from tests.conftest import GreedyReference
 from tests.harness import PATIENCE_S
-from tests.peer.test_hostile import NONSENSE, Socket, frame, frame_of
+from tests.peer.serving.test_hostile import NONSENSE, Socket, frame, frame_of
 from tests.peer.toy_swarm import SECRET, client_hello
 
 PROMPT = "Name three things that bees do."

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from swarm.localswarm import LocalSwarm, Member
-from swarm.manifest import TOKENIZER, Manifest, check_files, load_manifest
-from swarm.spans import LayerRange
+from swarm.app.local_swarm import LocalSwarm, Member
+from swarm.model.manifest import TOKENIZER, Manifest, check_files, load_manifest
+from swarm.model.spans import LayerRange
 from tests.cases.conftest import ChatIds
 from tests.cases.observer import wait_for_end
 from tests.conftest import GreedyReference

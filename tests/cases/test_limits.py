@@ -14,9 +14,9 @@ import pytest
 from client import GenerationConfig, SwarmClient
 from client.config import ClientConfig
 from client.events import Event, Stage, unheard
-from client.generate import FinishReason, Piece, collect
+from client.generation.generate import FinishReason, Piece, collect
+from swarm.app.local_swarm import LocalSwarm
 from swarm.errors import ContextExceeded, PackageError
-from swarm.localswarm import LocalSwarm
 from tests.cases.conftest import ChatIds
 from tests.cases.observer import assert_well, digest_of, records_at, reserved
 from tests.cases.town import Diary, slowed

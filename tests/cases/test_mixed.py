@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from client import GenerationConfig, SwarmClient
-from client.generate import Reply
-from swarm.address import Address
+from client.generation.generate import Reply
+from swarm.app.local_swarm import LocalSwarm, Member
 from swarm.errors import MixedModels, NotCovered, PeerBusy
-from swarm.greeting import client_hello
-from swarm.localswarm import LocalSwarm, Member
-from swarm.manifest import Manifest, load_manifest
-from swarm.stream import connect
+from swarm.model.manifest import Manifest, load_manifest
+from swarm.transport.address import Address
+from swarm.transport.hello import client_hello
+from swarm.transport.stream import connect
 from tests.cases.conftest import ChatIds
 from tests.cases.observer import eventually, look_up
 from tests.cases.town import House, Town, names_on, spans_on, town_in

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from client import GenerationConfig, SwarmClient
-from client.generate import Reply, collect
-from swarm.localswarm import LocalSwarm
+from client.generation.generate import Reply, collect
+from swarm.app.local_swarm import LocalSwarm
 from tests.cases.conftest import ChatIds
 from tests.conftest import GreedyReference
 from tests.harness import run_swarm

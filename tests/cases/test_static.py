@@ -10,11 +10,11 @@ import pytest
 
 from client import GenerationConfig, SwarmClient
 from client.events import Stage
-from client.generate import FinishReason, collect
+from client.generation.generate import FinishReason, collect
+from swarm.app.local_swarm import LocalSwarm
 from swarm.errors import ContextExceeded
-from swarm.localswarm import LocalSwarm
-from swarm.manifest import load_manifest
-from swarm.spans import LayerRange
+from swarm.model.manifest import load_manifest
+from swarm.model.spans import LayerRange
 from tests.cases.town import Diary, names_on
 from tests.conftest import SMOLLM2_STATIC, ChatIds, GreedyReference
 

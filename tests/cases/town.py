@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from client.events import Event, OnEvent, Stage, unheard
-from swarm.localswarm import ANNOUNCED, LISTENING, LocalSwarm, Member
+from swarm.app.local_swarm import ANNOUNCED, LISTENING, LocalSwarm, Member
 
 _DUTY = """
 import os, signal, sys, time

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from swarm.address import Address
-from swarm.channel import Channel
-from swarm.directory import Directory, MemoryDirectory
+from swarm.discovery.directory import Directory, MemoryDirectory
+from swarm.discovery.records import LEAVING, SERVING, ModelRecord, PeerRecord
 from swarm.engine.base import Numerics
 from swarm.errors import (
     BadStep,
@@ -31,13 +30,14 @@ from swarm.errors import (
     SwarmError,
     UnknownSession,
 )
-from swarm.identity import Identity
-from swarm.listener import Listener
-from swarm.manifest import EMBED, HEAD, TOKENIZER, FileEntry, LayerSpec, Manifest, layer_part
-from swarm.records import LEAVING, SERVING, ModelRecord, PeerRecord
+from swarm.model.manifest import EMBED, HEAD, TOKENIZER, FileEntry, LayerSpec, Manifest, layer_part
+from swarm.model.spans import LayerRange
 from swarm.sampling import Sampling
-from swarm.spans import LayerRange
-from swarm.stream import Stream, listen
+from swarm.transport.address import Address
+from swarm.transport.channel import Channel
+from swarm.transport.identity import Identity
+from swarm.transport.listener import Listener
+from swarm.transport.stream import Stream, listen
 from swarm.wire.failures import error_to_failure, failure_to_error
 from swarm.wire.message import Message
 from swarm.wire.messages import (

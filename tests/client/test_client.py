@@ -10,7 +10,7 @@ import pytest
 from client.client import SwarmClient
 from client.config import GenerationConfig
 from client.events import Event, Stage
-from client.generate import collect
+from client.generation.generate import collect
 from swarm.errors import (
     AddressError,
     ConfigError,
@@ -20,8 +20,8 @@ from swarm.errors import (
     UnknownModel,
     WrongPeer,
 )
-from swarm.identity import Identity
-from swarm.manifest import TOKENIZER, load_manifest
+from swarm.model.manifest import TOKENIZER, load_manifest
+from swarm.transport.identity import Identity
 from tests.client.scripted import ToySwarm, toy_manifest, toy_text
 from tests.client.world import QUICK, World, run
 

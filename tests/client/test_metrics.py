@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from client.circuit import Answer
 from client.metrics import Meter, Metrics
+from client.pipeline.circuit import Answer
 from swarm.wire.messages import Forward, HopTrace, Output
 
 HOPS = [("a" * 32, "a", "0:3"), ("b" * 32, "b", "3:6")]

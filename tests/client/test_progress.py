@@ -6,10 +6,10 @@ from dataclasses import replace
 from rich.console import Console
 
 from client.events import Event, Stage
-from client.generate import FinishReason, Reply
+from client.generation.generate import FinishReason, Reply
 from client.metrics import Metrics
 from client.progress import Progress, describe
-from client.speculation import SpeculationReport
+from client.speculation.speculation import SpeculationReport
 
 
 class Screen:

@@ -9,15 +9,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
-from client.circuit import Answer
 from client.client import SwarmClient
 from client.config import ClientConfig
 from client.events import Event
-from client.lines import Lines
-from client.pipeline import Pipeline
-from client.planner import Planner
-from swarm.greeting import client_hello
+from client.pipeline.circuit import Answer
+from client.pipeline.connections import Lines
+from client.pipeline.pipeline import Pipeline
+from client.pipeline.planner import Planner
 from swarm.sampling import Sampling
+from swarm.transport.hello import client_hello
 from tests.client.scripted import CONTEXT, ToySwarm, toy_manifest
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ import json
 import sys
 from pathlib import Path
 
-from export.package import export_package
+from export.package.from_graph import export_package
 from swarm.errors import UnsupportedModel
 from tests.export import make_checkpoints
 

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from export.torch_stack import load_transformers, quiet
+from export.checkpoint.torch_stack import load_transformers, quiet
 from tests.export.make_tiny import LAYERS, WINDOW, common_config
 
 # Saved as the hub's models are, in 16 bits; the others in f32.

@@ -19,10 +19,10 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino.passes import ConstantFolding, Manager
 
-from export.gguf_header import read_header
-from export.package import export_package
-from export.torch_stack import load_transformers, quiet
-from swarm.manifest import EMBED, HEAD, layer_part, load_manifest
+from export.checkpoint.torch_stack import load_transformers, quiet
+from export.package.from_graph import export_package
+from export.sources.gguf_header import read_header
+from swarm.model.manifest import EMBED, HEAD, layer_part, load_manifest
 from tests.export.make_checkpoints import byte_tokenizer
 
 PROMPTS = ("The capital of France is", "Water boils when")

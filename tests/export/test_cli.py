@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from export.cli import Weights, register
 from swarm.errors import PackageError
-from swarm.manifest import load_manifest
+from swarm.model.manifest import load_manifest
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_refusals_reach_the_roof_as_they_are(app: typer.Typer, tmp_path: Path) -
 
 
 def test_the_command_offers_every_format_of_weights() -> None:
-    from export.compress import CHOICES
+    from export.graph.compress import CHOICES
 
     assert get_args(Weights) == CHOICES
 

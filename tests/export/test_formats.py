@@ -8,14 +8,14 @@ from pathlib import Path
 import openvino as ov
 import pytest
 
-from export.check import TOLERANCES
-from export.compress import Format
-from export.output import save_part
-from export.reference import Passage, random_hidden, run_layer
-from export.runner import Runner
-from swarm.manifest import layer_part
+from export.graph.compress import Format
+from export.package.output import save_part
+from export.verify.check import TOLERANCES
+from export.verify.reference import Passage, random_hidden, run_layer
+from export.verify.runner import Runner
+from swarm.model.manifest import layer_part
+from tests.export.checkpoint.test_families import SUPPORTED, Packages
 from tests.export.make_tiny import HIDDEN
-from tests.export.test_families import SUPPORTED, Packages
 
 FORMATS = {"int8": {"u8", "i8"}, "int4": {"u4", "i4"}}
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from swarm.manifest import load_manifest
+from swarm.model.manifest import load_manifest
 from tests.conftest import GreedyReference, made, run_module
-from tests.export.test_families import greedy
+from tests.export.checkpoint.test_families import greedy
 
 RECIPE = Path(__file__).with_name("real_checkpoint.py")
 GEMMA = os.environ.get("SWARM_GEMMA_MODEL")

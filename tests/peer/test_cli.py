@@ -12,7 +12,7 @@ import pytest
 
 from peer.cli import ConsoleReport, join, messages
 from peer.config import JoinConfig
-from swarm.child import module_environment
+from swarm.process.child_process import module_environment
 from tests.harness import run_swarm
 
 

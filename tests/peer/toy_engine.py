@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from swarm.engine.base import Numerics, Step, StepResult
 from swarm.errors import BadStep, ContextExceeded, EngineError, SwarmError, UnknownSession
-from swarm.manifest import EMBED, HEAD, TOKENIZER, FileEntry, LayerSpec, Manifest, even_grid, layer_part
-from swarm.spans import LayerRange
+from swarm.model.manifest import EMBED, HEAD, TOKENIZER, FileEntry, LayerSpec, Manifest, even_grid, layer_part
+from swarm.model.spans import LayerRange
 
 HIDDEN, VOCAB, LAYERS, CONTEXT = 8, 64, 6, 256
 

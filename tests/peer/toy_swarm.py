@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 
 from peer.config import SessionLimits
-from peer.desk import Desk, Shelf
-from peer.segments import Builder
-from peer.server import PeerServer
-from peer.service import Serving, SpanService
-from swarm.address import Address
-from swarm.channel import Channel
-from swarm.directory import MemoryDirectory
-from swarm.engine.tables import Tables
+from peer.serving.queries import Desk, Shelf
+from peer.serving.server import PeerServer
+from peer.sessions.segments import Builder
+from peer.sessions.service import Serving, SpanService
+from swarm.discovery.directory import MemoryDirectory
+from swarm.engine.paged.block_tables import Tables
 from swarm.errors import SwarmError
-from swarm.identity import Identity
+from swarm.model.spans import LayerRange
 from swarm.sampling import Sampling
-from swarm.spans import LayerRange
+from swarm.transport.address import Address
+from swarm.transport.channel import Channel
+from swarm.transport.identity import Identity
 from swarm.wire.failures import failure_to_error
 from swarm.wire.message import Message
 from swarm.wire.messages import (

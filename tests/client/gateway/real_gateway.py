@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm.child import module_command, module_environment
+from swarm.process.child_process import module_command, module_environment
 from tests.cases.town import House, Town
 from tests.harness import ROOT
 
@@ -51,7 +51,7 @@ def real_gateway(initial_peer: str) -> Iterator[RealGateway]:
         "0",
     ]
     process = subprocess.Popen(
-        [*module_command("swarm.tether"), str(os.getpid()), *words],
+        [*module_command("swarm.app.parent_watch"), str(os.getpid()), *words],
         cwd=ROOT,
         env=module_environment(),
         stdout=subprocess.PIPE,

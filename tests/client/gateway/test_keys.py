@@ -8,8 +8,8 @@ import pytest
 
 from client.gateway.config import GatewayConfig, check_exposure
 from client.gateway.keys import Keys
-from swarm.address import Address
 from swarm.errors import ConfigError
+from swarm.transport.address import Address
 
 
 def test_a_file_has_a_key_a_line(tmp_path: Path) -> None:

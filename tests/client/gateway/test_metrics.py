@@ -13,12 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from client.gateway.metrics import Gauges
 from client.metrics import HopTime, Metrics
-from peer.job import StepOutcome
-from peer.metrics import PeerGauges
-from peer.service import Load
+from peer.announcing.metrics import PeerGauges
+from peer.batching.job import StepOutcome
+from peer.sessions.service import Load
+from swarm.discovery.records import Work
 from swarm.engine.base import Step
 from swarm.errors import BadStep
-from swarm.records import Work
 from tests.client.gateway.toy_gateway import toy_gateway
 from tests.conftest import ROOT
 

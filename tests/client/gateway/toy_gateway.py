@@ -15,10 +15,10 @@ from client.client import SwarmClient
 from client.config import ClientConfig
 from client.gateway.app import Gateway
 from client.gateway.config import GatewayConfig
-from client.gateway.fleet import Fleet
-from client.gateway.server import Ending
-from client.gateway.server import run as serve
-from swarm.address import Address
+from client.gateway.http.server import Ending
+from client.gateway.http.server import run as serve
+from client.gateway.model_pool import Fleet
+from swarm.transport.address import Address
 from tests.client.scripted import ScriptedPeer
 from tests.client.world import QUICK, World
 

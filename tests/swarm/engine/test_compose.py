@@ -20,8 +20,8 @@ from swarm.engine.compose import compose, open_engine
 from swarm.engine.device import CompiledSpan, compile_span
 from swarm.engine.stateful import StatefulEngine
 from swarm.errors import ConfigError, DamagedFile, EngineError, PackageError
-from swarm.manifest import load_manifest
-from swarm.spans import LayerRange
+from swarm.model.manifest import load_manifest
+from swarm.model.spans import LayerRange
 
 F32 = {"EXECUTION_MODE_HINT": "ACCURACY", "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 FAMILIES = ("llama", "qwen3", "phi3", "mistral", "mixtral")

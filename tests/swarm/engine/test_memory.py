@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from swarm.child import module_environment
+from swarm.process.child_process import module_environment
 
 # glibc itself tells how many heaps there are when a thread has asked for memory.
 HEAPS = """

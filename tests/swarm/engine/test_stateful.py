@@ -16,8 +16,8 @@ from swarm.engine.base import Step
 from swarm.engine.compose import open_engine
 from swarm.engine.stateful import StatefulEngine
 from swarm.errors import BadStep, ContextExceeded, EngineError, SwarmError, UnknownSession
-from swarm.manifest import load_manifest
-from swarm.spans import LayerRange
+from swarm.model.manifest import load_manifest
+from swarm.model.spans import LayerRange
 
 IDS = np.random.default_rng(3).integers(3, 200, 200).astype(np.int32)
 Ids = NDArray[np.int32]

@@ -1,0 +1,1 @@
+"""OpenAI's API as data: parameters, requests, responses, errors."""

@@ -1,0 +1,1 @@
+"""HTTP connections: the server, its limits, who is let in, server-sent events."""

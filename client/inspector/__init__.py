@@ -1,0 +1,1 @@
+"""The route inspector: who serves what, as data and as a picture."""

@@ -1,0 +1,176 @@
+"""The commands `swarm routes` and `swarm models`. Data goes to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Group
+from rich.live import Live
+from rich.text import Text
+
+from client.inspector.picture import Picture, picture_models
+from client.inspector.report import SCHEMA, Inspection, ModelView, view_model
+from client.inspector.snapshot import Look
+from client.options import (
+    USUAL_SESSION_TOKENS,
+    InitialPeers,
+    JsonFlag,
+    ModelArgument,
+    NumericsOption,
+    messages,
+    package_manifest,
+    parse_initial_peers,
+    parse_numerics,
+    results,
+    write_json,
+)
+from swarm.discovery.directory import MODELS_TOPIC
+from swarm.discovery.records import model_records
+from swarm.discovery.remote_directory import PeerDirectory, find_peers, served_models, told_on_trust
+from swarm.errors import DirectoryError, NotCovered, PeerError, RemoteProtocolError
+from swarm.model.manifest import MAX_LAYERS
+from swarm.process import event_loop
+from swarm.routing.plan import Objective
+from swarm.transport.address import Address
+from swarm.transport.hello import client_hello
+
+_MOST_MODELS = 64
+_OTHERS_FAULT = (DirectoryError, PeerError, RemoteProtocolError)
+
+
+def routes(
+    model: ModelArgument,
+    initial_peers: InitialPeers,
+    as_json: JsonFlag = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Look again and again, until Ctrl-C; with --json, one object a line.")
+    ] = False,
+    every: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="How often --watch looks.")] = 2.0,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step: 1 to decode, more for a prompt's chunk.")] = 1,
+    kv_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of KV cache that must be free on each peer; a longer prompt needs more.")
+    ] = USUAL_SESSION_TOKENS,
+    objective: Annotated[
+        Objective, typer.Option(help="The shortest step for one user, or the least slow stage for many.")
+    ] = "latency",
+    numerics: NumericsOption = "",
+) -> None:
+    """Show who serves which layers, the route that a client would take, and why others lost.
+
+    PACKAGE_OR_NAME is a model package's directory, or the name or digest of a model that is served.
+
+    Exit code 3 where no route covers the model; the missing layers are named.
+    """
+    initial = parse_initial_peers(initial_peers)
+    look = Look(
+        text=model,
+        manifest=package_manifest(model),
+        tokens=tokens,
+        kv_tokens=kv_tokens,
+        objective=objective,
+        numerics=parse_numerics(numerics),
+    )
+    event_loop.run(_watch(look, initial, every, as_json) if watch else _once(look, initial, as_json))
+
+
+def models(initial_peers: InitialPeers, as_json: JsonFlag = False) -> None:
+    """List the models that a swarm serves: name, digest, source, licence, layers covered, peers, size of a layer."""
+    event_loop.run(_models(parse_initial_peers(initial_peers), as_json))
+
+
+@contextlib.asynccontextmanager
+async def _directory(initial: Sequence[Address]) -> AsyncIterator[PeerDirectory]:
+    directory = PeerDirectory(initial, hello=client_hello())
+    try:
+        yield directory
+    finally:
+        await directory.close()
+
+
+async def _once(look: Look, initial: Sequence[Address], as_json: bool) -> None:
+    """Raises NotCovered after showing what there is."""
+    console = messages()
+    async with _directory(initial) as directory:
+        with console.status("") as status:
+            seen = await look(directory, lambda text: status.update(Text(text)))
+        _say_trusted(directory)
+    if look.assumed:
+        _note(look.assumed)
+    if as_json:
+        write_json(seen.to_plain())
+    else:
+        results().print(Picture(seen))
+    if not seen.covered:
+        raise NotCovered(seen.problem, missing=[(span.first, span.last) for span in seen.missing])
+
+
+async def _watch(look: Look, initial: Sequence[Address], every: float, as_json: bool) -> None:
+    """The first look may fail; later ones leave the last picture and say why it is old."""
+    console = results()
+    async with _directory(initial) as directory:
+        seen, problem = await look(directory, lambda _: None), ""
+        _say_trusted(directory)
+        if look.assumed:
+            _note(look.assumed)
+        with contextlib.ExitStack() as stack:
+            live = None
+            if console.is_terminal and not as_json:
+                live = stack.enter_context(Live(console=console, auto_refresh=False))
+            while True:
+                if as_json and not problem:
+                    write_json(seen.to_plain(), indent=None)
+                elif as_json:
+                    _note(f"trying again: {problem}")
+                else:
+                    frame = Group(Picture(seen), Text(), _footer(seen, every, problem))
+                    console.print(frame) if live is None else live.update(frame, refresh=True)
+                await asyncio.sleep(every)
+                try:
+                    seen, problem = await look(directory, lambda _: None), ""
+                except _OTHERS_FAULT as error:
+                    problem = str(error)
+
+
+def _footer(seen: Inspection, every: float, problem: str) -> Text:
+    at = time.strftime("%H:%M:%S", time.localtime(seen.at))
+    if problem:
+        return Text(f"as of {at}; trying again: {problem}", "bold red")
+    return Text(f"as of {at}, every {every:g} s, until Ctrl-C", "dim")
+
+
+async def _models(initial: Sequence[Address], as_json: bool) -> None:
+    console = messages()
+    async with _directory(initial) as directory:
+        with console.status("looking up what is served"):
+            served = served_models(model_records(await directory.collect(MODELS_TOPIC)))
+            served = [model for model in served if 0 < model.layers <= MAX_LAYERS]
+            async with asyncio.TaskGroup() as group:
+                looks = [
+                    group.create_task(find_peers(directory, model.digest, now=time.time()))
+                    for model in served[:_MOST_MODELS]
+                ]
+        _say_trusted(directory)
+    views: list[ModelView] = [view_model(model, task.result()) for model, task in zip(served, looks, strict=False)]
+    if len(served) > _MOST_MODELS:
+        _note(f"the first {_MOST_MODELS} of {len(served)} models")
+    if as_json:
+        write_json({"schema": SCHEMA, "models": [view.to_plain() for view in views]})
+    elif views:
+        results().print(picture_models(views))
+    else:
+        _note("nothing is served here yet; `swarm join PACKAGE` would be the first")
+
+
+def _say_trusted(directory: PeerDirectory) -> None:
+    for address in directory.trusted:
+        _note(told_on_trust(address))
+
+
+def _note(text: str) -> None:
+    """Whole on one line, off a terminal too: there are addresses in it to copy."""
+    messages().print(f"note: {text}", soft_wrap=True)

@@ -1,0 +1,362 @@
+"""The route inspector as people see it: a picture of coverage, tables of peers and hops, why others lost.
+
+Readable without colour: who runs what is told by the shape of the bars, gaps by `×`.
+
+::
+
+    layers     0              11        17   20        30
+    copies     2──────────────3─────────×××××1─────────
+    1 anna     ██████████████████████░░░░░░░░░░░░░░░░░░   0:11
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from client.inspector.report import Inspection, ModelView, PeerView
+from swarm.discovery.records import PeerRecord
+from swarm.model.memory_footprint import in_words
+from swarm.model.spans import LayerRange
+from swarm.routing.plan import Alternative, HopPlan, Route
+
+_ANY_WIDTH = 1000
+_NAME_CELLS = 16
+_RUN, _SPARE, _UNUSABLE, _NOBODY, _GAP = "█", "▒", "░", "·", "×"
+_GAP_STYLE, _RUN_STYLE = "bold red", "bold green"
+
+
+class Scale:
+    """Layers to cells of a terminal: several cells a layer, or several layers a cell."""
+
+    def __init__(self, layers: int, most_cells: int) -> None:
+        self._layers = layers
+        self.cells = most_cells // layers * layers if layers <= most_cells else max(1, most_cells)
+
+    def cell(self, boundary: int) -> int:
+        """The cell at which layer `boundary` begins."""
+        return boundary * self.cells // self._layers
+
+    def layers(self, cell: int) -> range:
+        """The layers that a cell stands for; never empty."""
+        first = cell * self._layers // self.cells
+        return range(first, max(first + 1, -(-(cell + 1) * self._layers // self.cells)))
+
+    def covers(self, span: LayerRange, cell: int) -> bool:
+        return any(layer in span for layer in self.layers(cell))
+
+
+class Picture:
+    """Renders an `Inspection` at any width from about 60 cells."""
+
+    def __init__(self, inspection: Inspection) -> None:
+        self._seen = inspection
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._title()
+        yield Text()
+        yield from self._coverage(options.max_width)
+        yield Text()
+        everything = self._peers(wide=True)
+        if Measurement.get(console, options.update(max_width=_ANY_WIDTH), everything).maximum <= options.max_width:
+            yield everything
+        else:
+            yield self._peers(wide=False)
+            yield Text()
+            yield self._who()
+        yield Text()
+        if self._seen.route is not None:
+            yield from self._route(self._seen.route)
+        else:
+            yield self._problem()
+        yield from self._notes()
+
+    def _title(self) -> Text:
+        seen = self._seen
+        peers = len(seen.peers)
+        facts = f"  {seen.digest[:12]}  {seen.request.layers} layers, {peers} peer{'s' * (peers != 1)}  "
+        state = Text("covered", "green") if seen.covered else Text("NOT COVERED", _GAP_STYLE)
+        return Text.assemble((seen.name, "bold"), facts, state)
+
+    # -- who serves which layers -----------------------------------------------------------------------------------
+
+    def _coverage(self, width: int) -> Iterator[RenderableType]:
+        names = [self._seen.name_of(view.record.peer_id) for view in self._seen.peers]
+        left = min(_NAME_CELLS, max([len("layers"), *map(len, names)])) + 2
+        right = len(f"  {self._seen.request.layers}:{self._seen.request.layers}")
+        scale = Scale(self._seen.request.layers, max(10, width - left - 2 - right))
+        table = Table.grid(padding=(0, 1))
+        table.add_column(width=left, no_wrap=True, overflow="ellipsis")
+        table.add_column(width=scale.cells, no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_row(Text("  layers", "dim"), self._axis(scale))
+        table.add_row(Text("  copies", "dim"), self._copies(scale))
+        for view, name in zip(self._seen.peers, names, strict=True):
+            mark = f"{view.hop + 1} " if view.hop is not None else "  "
+            style = _RUN_STYLE if view.hop is not None else "dim" if view.left_out else ""
+            table.add_row(Text(mark + name, style), self._bar(view, scale), Text(str(view.record.span), style))
+        yield table
+        yield Padding(self._legend(), (0, 0, 0, 2))
+
+    def _axis(self, scale: Scale) -> Text:
+        """The boundaries that have room, those where spans begin and the end of the model."""
+        layers = self._seen.request.layers
+        line = [" "] * scale.cells
+        end = str(layers)
+        starts = {0, *(view.record.span.first for view in self._seen.peers)}
+        free_from, limit = 0, scale.cells - len(end) - 1
+        for start in sorted(start for start in starts if start < layers):
+            label, cell = str(start), scale.cell(start)
+            if free_from <= cell and cell + len(label) <= limit:
+                line[cell : cell + len(label)] = label
+                free_from = cell + len(label) + 1
+        line[scale.cells - len(end) :] = end
+        return Text("".join(line), "dim")
+
+    def _copies(self, scale: Scale) -> Text:
+        """How many usable peers serve each layer, written where the number changes; gaps in red."""
+        line = Text()
+        before = -1
+        for cell in range(scale.cells):
+            layers = scale.layers(cell)
+            count = min(self._seen.coverage[layer] for layer in layers)
+            if any(scale.covers(span, cell) for span in self._seen.missing) or count == 0:
+                count = 0
+                line.append(_GAP, _GAP_STYLE)
+            elif count != before:
+                line.append(str(count) if count < 10 else "+")
+            else:
+                line.append("─", "dim")
+            before = count
+        return line
+
+    def _bar(self, view: PeerView, scale: Scale) -> Text:
+        runs = self._hops_of(view)
+        bar = Text()
+        for cell in range(scale.cells):
+            if any(scale.covers(span, cell) for span in runs):
+                bar.append(_RUN, "green")
+            elif scale.covers(view.record.span, cell):
+                bar.append(_UNUSABLE if view.left_out else _SPARE, "dim" if view.left_out else "cyan")
+            else:
+                bar.append(_NOBODY, "dim")
+        return bar
+
+    def _hops_of(self, view: PeerView) -> list[LayerRange]:
+        route = self._seen.route
+        return [route.hops[view.hop].span] if route is not None and view.hop is not None else []
+
+    def _legend(self) -> Text:
+        parts = [(_RUN, "green", "on the route"), (_SPARE, "cyan", "spare"), (_UNUSABLE, "dim", "not usable")]
+        if self._seen.missing:
+            parts.append((_GAP, _GAP_STYLE, "missing"))
+        legend = Text(style="dim")
+        for mark, style, meaning in parts:
+            legend.append(mark, style).append(f" {meaning}   ")
+        return legend
+
+    # -- the peers -------------------------------------------------------------------------------------------------
+
+    def _peers(self, *, wide: bool) -> Table:
+        """Times in milliseconds a layer: of one decoded token, and of one token of a prompt."""
+        table = _table("peer", "span", "device", "numerics", gap=2 if wide else 1)
+        for title in ("ms/layer", *(["prefill"] * wide), "queue", "sess.", "KV free", "RTT ms", "age"):
+            table.add_column(title, justify="right", no_wrap=True)
+        if wide:
+            for title in _WORK:
+                table.add_column(title, justify="right", no_wrap=True)
+            for title in ("state", "id", "version", "address"):
+                table.add_column(title, no_wrap=True, overflow="ellipsis")
+        for view in self._seen.peers:
+            record = view.record
+            cells = [
+                _short(self._seen.name_of(record.peer_id), _NAME_CELLS if wide else _NAME_CELLS - 2),
+                str(record.span),
+                _short(record.device, 8),
+                _short(str(record.numerics), 8),
+                _ms(record.layer_time_s),
+                *([_ms(record.prefill_time_s)] * wide),
+                str(record.queue),
+                str(record.sessions),
+                f"{_count(record.kv_free)}/{_count(record.kv_total)}",
+                _rtt(view),
+                f"{view.age_s:.0f} s",
+            ]
+            if wide:
+                cells += [*_work(record), record.state, record.peer_id[:8], _short(record.software, 12), _address(view)]
+            table.add_row(*map(Text, cells), style=_style(view))
+        return table
+
+    def _who(self) -> Table:
+        """What does not fit beside the rest on a narrow terminal."""
+        table = _table("peer", "id", "state", "version", gap=1)
+        for title in ("prefill", *_WORK):
+            table.add_column(title, justify="right", no_wrap=True)
+        table.add_column("address", no_wrap=True, overflow="ellipsis")
+        for view in self._seen.peers:
+            record = view.record
+            cells = (
+                _short(self._seen.name_of(record.peer_id), _NAME_CELLS - 2),
+                record.peer_id[:8],
+                record.state,
+                _short(record.software, 12),
+                _ms(record.prefill_time_s),
+                *_work(record),
+                _address(view),
+            )
+            table.add_row(*map(Text, cells), style=_style(view))
+        return table
+
+    # -- the route -------------------------------------------------------------------------------------------------
+
+    def _route(self, route: Route) -> Iterator[RenderableType]:
+        request = self._seen.request
+        per_second = request.tokens / max(route.step_s, 1e-9)
+        title = Text.assemble(("route", "bold"), f"  for {request.kv_tokens} tokens of cache, ")
+        title.append(f"{route.numerics or 'mixed numerics'}, best {request.objective}: ")
+        if request.objective == "throughput":
+            title.append(f"slowest stage {_ms(route.slowest_s)} ms, {request.tokens / max(route.slowest_s, 1e-9):.1f}")
+            title.append(f" tokens/s in all; a step takes {_ms(route.step_s)} ms")
+        else:
+            of = f" of {request.tokens} tokens" if request.tokens > 1 else ""
+            title.append(f"a step{of} takes {_ms(route.step_s)} ms, {per_second:.1f} tokens/s")
+        yield title
+        table = _table("hop", "peer", "layers")
+        for column in ("way there", "transfer", "queue", "compute", "entry", "ms"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for i, hop in enumerate(route.hops):
+            table.add_row(*map(Text, self._hop_cells(i, hop)))
+        table.add_row(*map(Text, ("", "back to here", "", _ms(route.return_s), "", "", "", "", _ms(route.return_s))))
+        yield table
+
+    def _hop_cells(self, i: int, hop: HopPlan) -> Sequence[str]:
+        cost = hop.cost
+        relayed = " (relayed)" if hop.relayed else ""
+        times = (cost.latency_s, cost.transfer_s, cost.queue_s, cost.compute_s, cost.entry_s, cost.total)
+        name = _short(self._seen.name_of(hop.record.peer_id), _NAME_CELLS)
+        return str(i + 1), name + relayed, str(hop.span), *map(_ms, times)
+
+    def _problem(self) -> Text:
+        return Text(self._seen.problem, _GAP_STYLE)
+
+    def _notes(self) -> Iterator[RenderableType]:
+        """Who else there is, and why it is not they."""
+        left_out = [view for view in self._seen.peers if view.left_out]
+        if self._seen.alternatives:
+            yield Text()
+            yield Text("runners-up", "bold")
+            yield self._runners_up()
+        if left_out:
+            yield Text()
+            yield Text("left out", "bold")
+            table = Table.grid(padding=(0, 2))
+            for view in left_out:
+                problem = f": {view.link.problem}" if view.link and view.link.problem else ""
+                name = _short(self._seen.name_of(view.record.peer_id), _NAME_CELLS)
+                table.add_row(Text(f"  {name}"), Text(str(view.record.span)), Text(view.left_out + problem))
+            yield table
+
+    def _runners_up(self) -> Table:
+        """One row for each other route, named after all that it is the answer to."""
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True)
+        table.add_column()
+        told: dict[str, tuple[list[str], Alternative]] = {}
+        for other in self._seen.alternatives:
+            name = _short(self._seen.name_of(other.peer_id), _NAME_CELLS) if other.peer_id else ""
+            what = {"without": f"without {name}", "through": f"with {name}", "numerics": "other numerics"}[other.kind]
+            key = self._describe(other.route) if other.route else what
+            told.setdefault(key, ([], other))[0].append(what)
+        for whats, other in told.values():
+            fatal = other.kind == "without" and other.route is None
+            reason = Text(other.reason, _GAP_STYLE if fatal else "")
+            if other.route is not None:
+                reason.append(f"\n{self._describe(other.route)}", "dim")
+            table.add_row(Text("\n".join(f"  {what}" for what in whats)), reason)
+        return table
+
+    def _describe(self, route: Route) -> str:
+        return " → ".join(f"{self._seen.name_of(hop.record.peer_id)} {hop.span}" for hop in route.hops)
+
+
+_WORK = ("batch", "tok/s", "blocks")
+
+
+def picture_models(models: Sequence[ModelView]) -> RenderableType:
+    """What a swarm serves, one row a model; below it where the models come from and what is missing.
+
+    "a layer" and "a token" of its cache are what they take in the memory of a peer in accuracy.
+    """
+    table = _table()
+    table.add_column("model", overflow="ellipsis")  # it may be cut; what cannot is no use when it is
+    for title, cells in (("digest", 12), ("weights", 7)):
+        table.add_column(title, no_wrap=True, overflow="ellipsis", min_width=cells)
+    for title in ("layers", "peers", "a layer", "a token"):
+        table.add_column(title, justify="right", no_wrap=True, min_width=len(title))
+    notes = Table.grid(padding=(0, 2))
+    for view in models:
+        model = view.model
+        name = _short(model.name, 28)
+        facts = (model.digest[:12], _short(model.weights, 10))
+        layers = Text(f"{view.layers_covered}/{model.layers}", _GAP_STYLE if view.missing else "green")
+        row = (layers, Text(str(view.peers)), Text(in_words(view.layer_memory)), Text(in_words(view.kv_token_memory)))
+        table.add_row(Text(name, "bold"), *map(Text, facts), *row)
+        notes.add_row(Text(name), Text(f"licence {_short(model.licence, 30)}, from {model.source}", "dim"))
+        if view.missing:
+            notes.add_row("", Text(f"nobody serves layers {', '.join(map(str, view.missing))}", _GAP_STYLE))
+    legend = Text("a layer, and a token of a layer's cache: the memory that they take on a peer in accuracy", "dim")
+    return Group(table, legend, Text(), notes)
+
+
+def _table(*columns: str, gap: int = 2) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim")
+    for column in columns:
+        table.add_column(column, no_wrap=True, overflow="ellipsis")
+    return table
+
+
+def _short(text: str, cells: int) -> str:
+    """Peers name themselves: none of them may push the rest off the screen."""
+    line = Text(text)
+    line.truncate(cells, overflow="ellipsis")
+    return line.plain
+
+
+def _style(view: PeerView) -> str:
+    return _RUN_STYLE if view.hop is not None else "dim" if view.left_out else ""
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds, three digits that count."""
+    value = seconds * 1e3
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _rtt(view: PeerView) -> str:
+    if view.link is None:
+        return "?"
+    return _ms(view.link.rtt_s) if view.link.reachable else "no way"
+
+
+def _count(tokens: int) -> str:
+    return str(tokens) if tokens < 10_000 else f"{tokens / 1000:.0f}k"
+
+
+def _work(record: PeerRecord) -> tuple[str, str, str]:
+    """Steps in an inference, tokens a second over all sessions, blocks of KV cache that sessions hold."""
+    work = record.work
+    if work is None:
+        return "?", "?", "?"
+    blocks = f"{_count(work.blocks_used)}/{_count(work.blocks)}" if work.blocks else "-"
+    return f"{work.batch:.1f}", f"{work.tokens_per_s:.0f}", blocks
+
+
+def _address(view: PeerView) -> str:
+    addresses = view.record.addresses
+    more = f" +{len(addresses) - 1}" if len(addresses) > 1 else ""
+    return addresses[0].partition("#")[0] + more if addresses else "none"

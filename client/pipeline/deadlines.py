@@ -1,0 +1,45 @@
+"""How long a step may take before somebody asks what is wrong. Pure."""
+
+from __future__ import annotations
+
+from swarm.routing.plan import Route
+
+_WEIGHT = 0.3
+
+
+class Pace:
+    """Expected seconds of a step of n tokens: what the route's records say, or what was measured if that is more.
+
+    A single token and a token of a chunk have their own measured times: the first is bound by reading
+    the weights, the second by arithmetic.
+    """
+
+    def __init__(self, *, token_s: float, prompt_token_s: float, latency_s: float) -> None:
+        self._token_s = token_s
+        self._prompt_token_s = prompt_token_s
+        self._latency_s = latency_s
+        self._measured: dict[bool, float] = {}
+
+    def expected(self, tokens: int) -> float:
+        """Seconds for a step of `tokens` over all hops, from sending it to its answer."""
+        planned = self._token_s if tokens == 1 else max(self._token_s, self._prompt_token_s * tokens)
+        measured = self._measured.get(tokens > 1, 0.0) * tokens
+        return max(planned + self._latency_s, measured)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A step of `tokens` was answered after `seconds`."""
+        each = seconds / tokens
+        before = self._measured.get(tokens > 1)
+        # slower counts at once, faster little by little: a deadline that is too short costs a repair
+        self._measured[tokens > 1] = each if before is None or each > before else before + _WEIGHT * (each - before)
+
+
+def pace_of(route: Route) -> Pace:
+    """What the route's records promise, for a token and for a token of a prompt."""
+    records = [(hop.record, len(hop.span)) for hop in route.hops]
+    return Pace(
+        token_s=sum(record.layer_time_s * layers for record, layers in records),
+        prompt_token_s=sum(record.prefill_time_s * layers for record, layers in records),
+        latency_s=route.return_s
+        + sum(hop.cost.latency_s + hop.cost.transfer_s + hop.cost.queue_s for hop in route.hops),
+    )

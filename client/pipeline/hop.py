@@ -1,0 +1,165 @@
+"""One peer of a circuit: the session on it, and what it says about that session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+from collections.abc import Callable
+
+from client.config import ClientConfig
+from client.pipeline.connections import Line, Lines
+from swarm.errors import SwarmError
+from swarm.routing.plan import HopPlan
+from swarm.wire.failures import failure_to_error
+from swarm.wire.messages import (
+    CloseSession,
+    Failure,
+    Forward,
+    Leaving,
+    Link,
+    Linked,
+    OpenSession,
+    Output,
+    SessionClosed,
+    SessionOpened,
+)
+from swarm.wire.questions import Ping, Pong
+
+
+class Hop:
+    """A session under one epoch on one peer. Not opened until `open`; what an earlier epoch says is not heard."""
+
+    def __init__(
+        self,
+        plan: HopPlan,
+        *,
+        session: str,
+        epoch: int,
+        config: ClientConfig,
+        on_output: Callable[[Hop, Output], None],
+        on_fault: Callable[[Hop, SwarmError], None],
+    ) -> None:
+        self.plan = plan
+        self.session = session
+        self.epoch = epoch
+        self.is_leaving = False
+        self.held = 0
+        self._secret = secrets.token_bytes(32)
+        self._config = config
+        self._on_output = on_output
+        self._on_fault = on_fault
+        self._line: Line | None = None
+
+    @property
+    def peer_id(self) -> str:
+        return self.plan.record.peer_id
+
+    @property
+    def name(self) -> str:
+        """The peer's name for a person."""
+        return self.plan.record.name or self.peer_id[:8]
+
+    @property
+    def is_asked(self) -> bool:
+        """The peer may know this session under this epoch."""
+        return self._line is not None
+
+    async def open(self, lines: Lines, *, max_tokens: int, hops: int, prefix: bytes = b"") -> None:
+        """Reserve room there, as one of `hops`; `held` tokens of what `prefix` names are cached then.
+
+        Raises PeerError (PeerBusy says when there is room), ContextExceeded.
+        """
+        line = await lines.line(self.plan.record)
+        # from here on the peer may know the session, whatever becomes of the answer
+        self._line = line
+        line.listeners[self.session] = self
+        question = OpenSession(
+            request=line.channel.next_request(),
+            session=self.session,
+            epoch=self.epoch,
+            secret=self._secret,
+            first=self.plan.span.first,
+            last=self.plan.span.last,
+            max_tokens=max_tokens,
+            dtype=self._config.dtype,
+            prefix=prefix,
+            hops=hops,
+        )
+        opened = await line.channel.ask(question, SessionOpened, timeout=self._config.open_timeout_s)
+        self.held = opened.held
+        self.is_leaving = line.said_leaving is not None
+
+    async def link(self, following: Hop | None) -> None:
+        """Lead this hop's hidden states to the next one; None: to this client, who relays them.
+
+        Raises PeerUnreachable where the two cannot reach each other.
+        """
+        line = self._open_line()
+        question = Link(request=line.channel.next_request(), session=self.session, epoch=self.epoch)
+        if following is not None:
+            record = following.plan.record
+            question = dataclasses.replace(
+                question, addresses=record.addresses, peer_id=record.peer_id, secret=following._secret
+            )
+        await line.channel.ask(question, Linked, timeout=self._config.open_timeout_s)
+
+    def send(self, forward: Forward) -> None:
+        """Queue a step; with others on the line it leaves together with theirs. Raises PeerLost."""
+        line = self._open_line()
+        line.channel.send(forward, at_once=len(line.listeners) == 1)
+
+    async def ping(self, timeout: float) -> Pong:
+        """How far the session is there. Raises PeerStalled, PeerLost."""
+        channel = self._open_line().channel
+        return await channel.ask(Ping(request=channel.next_request(), session=self.session), Pong, timeout=timeout)
+
+    async def close(self) -> None:
+        """Give the session back. Idempotent, bounded; a peer that does not answer is left to its own time-outs."""
+        line, self._line = self._line, None
+        if line is None:
+            return
+        self._stop_listening(line)
+        if line.channel.closed:
+            return
+        with contextlib.suppress(SwarmError):
+            question = CloseSession(request=line.channel.next_request(), session=self.session)
+            await line.channel.ask(question, SessionClosed, timeout=self._config.close_timeout_s)
+
+    def hand_over(self) -> None:
+        """Stop listening without closing: the session on this peer goes on under another epoch."""
+        line, self._line = self._line, None
+        if line is not None:
+            self._stop_listening(line)
+
+    # -- what the line hears
+
+    def heard(self, message: Output | Failure) -> None:
+        if message.epoch != self.epoch:
+            return
+        if isinstance(message, Output):
+            self._on_output(self, message)
+            return
+        self._on_fault(self, failure_to_error(message, self.peer_id))
+
+    def leaving(self, message: Leaving) -> None:
+        self.is_leaving = True
+
+    def lost(self, error: SwarmError) -> None:
+        self._on_fault(self, error)
+
+    def _open_line(self) -> Line:
+        assert self._line is not None, "the hop is not open"
+        return self._line
+
+    def _stop_listening(self, line: Line) -> None:
+        if line.listeners.get(self.session) is self:
+            del line.listeners[self.session]
+
+
+async def close_all(hops: list[Hop], lines: Lines) -> None:
+    """Close sessions on all these hops at once. If the caller is cancelled meanwhile it goes on without it."""
+    tasks = [lines.finish(hop.close()) for hop in hops]
+    if tasks:
+        await asyncio.wait(tasks)

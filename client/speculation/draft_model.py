@@ -1,0 +1,214 @@
+"""A whole model package as a draft: one span over all its layers, run in this process by a thread of its own.
+
+It guesses with the very function, and the very random numbers of each position, that the last hop chooses with. Where
+draft and target agree on the probabilities they draw the same token, nearly as often as any rule could accept
+(Daliri et al. 2024), no distribution has to travel to the last hop, and a seed gives one text with any draft or none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from client.speculation.draft import Line, common_prefix
+from client.speculation.draft_thread import DraftThread, Feed
+from swarm.engine.base import Engine, Step
+from swarm.errors import ConfigError, EngineError, UnsupportedModel
+from swarm.model.manifest import TOKENIZER, Manifest, check_files, load_manifest
+from swarm.model.memory_footprint import kv_token_bytes
+from swarm.process.priority import give_way
+from swarm.sampling import Sampling
+
+_MOST_KV_TOKENS = 1 << 17
+_CHUNK = 256  # a prompt is read in steps of so many tokens: the head's and the layers' activations stay small
+
+
+class DraftModel:
+    """A loaded model and the thread that owns its device; any number of texts at once. Made by `open`."""
+
+    def __init__(self, engine: Engine, manifest: Manifest, executor: ThreadPoolExecutor) -> None:
+        self.thread = DraftThread(engine, executor)
+        self._manifest = manifest
+        self._keys = itertools.count()
+
+    @classmethod
+    async def open(
+        cls,
+        package: Path,
+        target: Manifest,
+        *,
+        device: str = "CPU",
+        threads: int = 0,
+        engine: str = "stateful",
+        cache_dir: Path | None = None,
+    ) -> DraftModel:
+        """Load it, for seconds; `engine` as `ClientConfig.draft_engine`.
+
+        Raises PackageError, ConfigError where its vocabulary is another, EngineError, UnsupportedModel.
+        """
+        # one thread: an executor of one worker is that, with futures that asyncio understands
+        executor = ThreadPoolExecutor(1, thread_name_prefix="draft", initializer=give_way)
+
+        def load() -> tuple[Engine, Manifest]:
+            manifest = load_manifest(package)
+            check_same_vocabulary(manifest, target)
+            check_files(package, manifest.files(manifest.parts))
+            return _open_engine(package, manifest, engine, device, threads, cache_dir), manifest
+
+        try:
+            loaded, manifest = await asyncio.get_running_loop().run_in_executor(executor, load)
+        except BaseException:
+            executor.shutdown(wait=False)
+            raise
+        return cls(loaded, manifest, executor)
+
+    @property
+    def name(self) -> str:
+        return f"{self._manifest.name} {self._manifest.weights}"
+
+    def draft(self, max_tokens: int) -> ModelDraft:
+        """A draft of its own for one session, of at most `max_tokens` positions; beyond its context it is silent."""
+        return ModelDraft(self, f"text {next(self._keys)}", min(max_tokens, self._manifest.context_length))
+
+    def close(self) -> None:
+        """What runs ends first; nothing waits for it. Idempotent."""
+        self.thread.close()
+
+
+class ModelDraft:
+    """One text's `Draft`.
+
+    `_fed` ids of the line are in the engine's cache, or will be once its thread gets there: steps run in the order in
+    which they were asked for, also those whose asker was cancelled, and a step that starts lower rewinds.
+    """
+
+    instant = False
+
+    def __init__(self, model: DraftModel, key: str, max_tokens: int) -> None:
+        self.name = model.name
+        self._model = model
+        self._key = key
+        self._max_tokens = max_tokens
+        self._line = Line()
+        self._sampling = Sampling()
+        self._fed = 0
+        self._is_open = False
+        self._closed = False
+
+    def begin(self, known: Sequence[int], sampling: Sampling) -> None:
+        self._sampling = sampling
+        same = common_prefix(self._line.ids, known)
+        self._line.begin(known)
+        self._fed = min(self._fed, same)
+
+    def accept(self, n: int, correction: int | None) -> None:
+        self._line.accept(n, correction)
+        if correction is not None:
+            self._fed = min(self._fed, self._line.sure - 1)
+
+    @property
+    def unread(self) -> int:
+        length = len(self._line.ids)
+        return max(length - self._fed - 1, 0) if length <= self._max_tokens else 0
+
+    @property
+    def silence(self) -> str:
+        length = len(self._line.ids)
+        known = f"the text has {length} tokens, and the draft's context is {self._max_tokens}"
+        return known if length > self._max_tokens else ""
+
+    async def read(self) -> None:
+        """As `Draft` says. Raises EngineError where the device fails, or it is closed meanwhile."""
+        while self.unread:
+            await self._feed(self._fed + min(self.unread, _CHUNK), answers=False)
+
+    async def propose(self, k: int) -> list[int]:
+        """As `Draft` says. Raises EngineError where the device fails, or it is closed meanwhile."""
+        ids = self._line.ids
+        guesses: list[int] = []
+        while len(guesses) < k and len(ids) <= self._max_tokens:
+            while self.unread >= _CHUNK:
+                await self._feed(self._fed + _CHUNK, answers=False)
+            guesses.append(await self._feed(len(ids), answers=True))
+            ids.append(guesses[-1])
+        return guesses
+
+    def close(self) -> None:
+        """Give its cache back; it guesses no more. Idempotent; the thread does it when it gets there."""
+        self._closed = True
+        if self._is_open:
+            self._is_open = False
+            self._model.thread.post(lambda engine: engine.close(self._key))
+
+    async def _feed(self, end: int, *, answers: bool) -> int:
+        """Have the line computed up to `end`; the token that follows if it `answers`."""
+        if self._closed:
+            raise EngineError("the session that this draft guessed for is closed")
+        if self._fed >= end:
+            self._fed = end - 1  # all is cached: one position again, for its answer
+        tokens = np.array(self._line.ids[self._fed : end], np.int32)
+        feed = Feed(
+            step=Step(session=self._key, start=self._fed, tokens=tokens, rows=int(answers)),
+            opens=0 if self._is_open else self._max_tokens,
+            sampling=self._sampling if answers else None,
+            history=np.array(self._line.ids[:end], np.int32) if self._sampling.looks_back else None,
+        )
+        self._is_open, self._fed = True, end
+        token: int = await asyncio.shield(self._model.thread.feed(feed))
+        return token
+
+
+def _open_engine(
+    package: Path, manifest: Manifest, choice: str, device: str, threads: int, cache_dir: Path | None
+) -> Engine:
+    """The first that works of what `choice` comes to."""
+    # loaded here, not above: `import client` stays light
+    from swarm.engine.choice import EngineKind, engines_to_try, open_chosen_engine
+
+    def open_as(kind: EngineKind) -> Engine:
+        return open_chosen_engine(
+            kind,
+            package,
+            manifest,
+            manifest.span,
+            device=device,
+            threads=threads,
+            cache_dir=cache_dir,
+            kv_tokens=_kv_tokens(manifest),
+        )
+
+    *others, last = engines_to_try(choice, device)
+    for kind in others:
+        with contextlib.suppress(UnsupportedModel):
+            return open_as(kind)
+    return open_as(last)
+
+
+def _kv_tokens(manifest: Manifest) -> int:
+    """Positions over all texts: memory for them is taken when they are written."""
+    spare: int = psutil.virtual_memory().available // 4
+    return min(max(spare // kv_token_bytes(manifest, manifest.span, "f32"), manifest.context_length), _MOST_KV_TOKENS)
+
+
+def check_same_vocabulary(draft: Manifest, target: Manifest) -> None:
+    """Raises ConfigError unless ids mean the same in both models: the tokenizer's graphs and tables are equal."""
+    hashes = [{entry.sha256 for entry in m.files([TOKENIZER]) if _is_graph(entry.path)} for m in (draft, target)]
+    same = hashes[0] == hashes[1]
+    if not same or draft.vocab_size != target.vocab_size:
+        sizes = f"it has {draft.vocab_size} tokens, not {target.vocab_size}"
+        raise ConfigError(
+            f"{draft.name} cannot draft for {target.name}: {sizes if same else 'its tokenizer is another'}. Take a "
+            "smaller model of the same family, or --draft ngram"
+        )
+
+
+def _is_graph(path: str) -> bool:
+    """Not the model's own configuration, which lies beside them."""
+    return path.endswith((".xml", ".bin"))

@@ -1,0 +1,145 @@
+"""A Hugging Face checkpoint on disk: its config, and its tensors by name, read from safetensors by memory map."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from export.sources.source import last_line
+from swarm.errors import ConfigError, DamagedFile, PackageError
+
+CONFIG = "config.json"
+_INDEX = "model.safetensors.index.json"
+_MAX_HEADER = 100 << 20  # safetensors' own limit
+_MAX_JSON = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """Where a tensor is, and what: `dtype` as safetensors writes it (BF16, F32 ...), `size` in bytes."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """`config` is config.json as it stands; `tensors` all of them, in no file's order."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+    @classmethod
+    def open(cls, directory: Path) -> Checkpoint:
+        """Read the config and the files' headers. Raises PackageError for what is missing, DamagedFile."""
+        config = read_json(directory / CONFIG)
+        if not config:
+            raise PackageError(f"{directory / CONFIG} does not exist: name a directory with a model's checkpoint")
+        tensors: dict[str, TensorInfo] = {}
+        for file in _files(directory):
+            tensors |= _header(file)
+        return cls(directory=directory, config=config, tensors=tensors)
+
+    def read(self, names: Iterable[str]) -> dict[str, Any]:
+        """name -> torch tensor over the mapped file: no copy. Raises PackageError naming those that are missing."""
+        import safetensors
+
+        wanted = list(names)
+        missing = [name for name in wanted if name not in self.tensors]
+        if missing:
+            raise PackageError(f"{self.directory} lacks the tensors {', '.join(missing[:3])}: fetch it again")
+        found: dict[str, Any] = {}
+        with ExitStack() as stack:
+            opened: dict[Path, Any] = {}
+            for name in wanted:
+                file = self.tensors[name].file
+                try:
+                    if file not in opened:
+                        opened[file] = stack.enter_context(safetensors.safe_open(file, framework="pt"))
+                    found[name] = opened[file].get_tensor(name)
+                except (safetensors.SafetensorError, OSError) as error:
+                    raise DamagedFile(f"{file} cannot be read ({last_line(error)}): fetch it again") from error
+        return found
+
+
+def is_checkpoint(directory: Path) -> bool:
+    return (directory / CONFIG).is_file() and any(directory.glob("*.safetensors"))
+
+
+def fetch_checkpoint(name: str) -> Path:
+    """Get the checkpoint `name` from the model hub, or find it in the hub's cache.
+
+    Raises ConfigError where it is no hub id, or the hub does not give it.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ConfigError(f"{name} is no file here, and fetching it needs pip install 'aipc-swarm[export]'") from error
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "README.md"]
+    try:
+        # what `transformers` does not read is the same weights again: original/, consolidated.safetensors
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"{name} is neither a file or directory here nor a model that the hub gives ({last_line(error)}): "
+            "name a GGUF file, a directory, or a hub id OWNER/MODEL"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object, empty where there is no file. Raises DamagedFile for anything else."""
+    if not path.is_file():
+        return {}
+    try:
+        if path.stat().st_size > _MAX_JSON:
+            raise DamagedFile(f"{path} has {path.stat().st_size} bytes, too many for such a file: fetch it again")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise DamagedFile(f"{path} cannot be read as JSON ({error}): fetch it again") from error
+    if not isinstance(value, dict):
+        raise DamagedFile(f"{path} holds no JSON object: fetch it again")
+    return value
+
+
+def _files(directory: Path) -> list[Path]:
+    """Those that the index names; without one `model.safetensors`, for others beside it hold the same again."""
+    named, whole = read_json(directory / _INDEX).get("weight_map"), directory / "model.safetensors"
+    if isinstance(named, dict):
+        files = sorted({directory / Path(str(name)).name for name in named.values()})
+    else:
+        files = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        raise PackageError(
+            f"{directory} lacks {', '.join(missing[:3]) or 'its weights, *.safetensors'}: fetch the checkpoint again "
+            "(one of *.bin files only has to be saved as safetensors first)"
+        )
+    return files
+
+
+def _header(file: Path) -> dict[str, TensorInfo]:
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 0 < length <= _MAX_HEADER:
+                raise DamagedFile(f"{file} is no safetensors file: its header would have {length} bytes")
+            plain = json.loads(stream.read(length))
+        return {
+            name: TensorInfo(
+                file=file,
+                dtype=str(entry["dtype"]),
+                shape=tuple(int(size) for size in entry["shape"]),
+                size=int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]),
+            )
+            for name, entry in plain.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError, RecursionError) as error:
+        raise DamagedFile(f"{file} cannot be read as safetensors ({error}): fetch it again") from error

@@ -1,0 +1,1 @@
+"""Operations on graphs: finding layers, cutting, compressing, adding state, fixing shapes."""

@@ -1,0 +1,153 @@
+"""What a package holds: layers, sizes, formats, cache a token, and how many layers fit in how much memory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+
+from swarm.model.manifest import EMBED, HEAD, LayerSpec, Manifest, StaticSpec, layer_part, load_manifest
+from swarm.model.memory_footprint import in_words, kv_bytes, layers_that_fit, needed_bytes, usual_kv_tokens
+from swarm.model.spans import LayerRange
+
+_ASKED = (4, 8, 16, 32)
+"""GB of memory for which a person wants to know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """How many layers in a row a peer with `memory` bytes can hold, in f32 and in a device's usual precision."""
+
+    memory: int
+    accuracy: int
+    performance: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """All of it, in bytes. `layers` holds (first, last) half-open, what they are, and the bytes of each."""
+
+    name: str
+    architecture: str
+    digest: str
+    licence: str
+    source: str
+    weights: str
+    context_length: int
+    hidden_size: int
+    vocab_size: int
+    bytes: int
+    embed_bytes: int
+    head_bytes: int
+    layers: tuple[tuple[int, int, LayerSpec, int], ...]
+    together: tuple[tuple[int, int], ...]
+    grid: tuple[int, ...]
+    static: StaticSpec | None
+    kv_bytes_f32: int
+    kv_bytes_u8: int
+    whole_bytes: int
+    fits: tuple[Fit, ...]
+
+
+def describe(package: Path, memories: tuple[int, ...] = ()) -> Description:
+    """Read PACKAGE's manifest; `memories` in bytes. Raises PackageError where there is none."""
+    manifest = load_manifest(package)
+    span = manifest.span
+    tokens = usual_kv_tokens(manifest)
+    elements = manifest.kv_elements(span)
+    return Description(
+        name=manifest.name,
+        architecture=manifest.architecture,
+        digest=manifest.digest,
+        licence=manifest.licence,
+        source=manifest.source,
+        weights=manifest.weights,
+        context_length=manifest.context_length,
+        hidden_size=manifest.hidden_size,
+        vocab_size=manifest.vocab_size,
+        bytes=sum(entry.size for entry in manifest.files(manifest.parts)),
+        embed_bytes=_size(manifest, EMBED),
+        head_bytes=_size(manifest, HEAD),
+        layers=_alike(manifest),
+        together=manifest.together,
+        grid=manifest.grid,
+        static=manifest.static,
+        kv_bytes_f32=kv_bytes(elements, "f32"),
+        kv_bytes_u8=kv_bytes(elements, "u8"),
+        whole_bytes=needed_bytes(manifest, span, kv="f32", kv_tokens=tokens),
+        fits=tuple(
+            Fit(
+                memory=memory,
+                accuracy=layers_that_fit(manifest, memory, kv="f32", kv_tokens=tokens),
+                performance=layers_that_fit(manifest, memory, kv="u8", kv_tokens=tokens),
+            )
+            for memory in memories or [gigabytes * 10**9 for gigabytes in _ASKED]
+        ),
+    )
+
+
+def as_json(description: Description) -> dict[str, object]:
+    """For programs: layers as objects."""
+    layers = [
+        {"first": first, "last": last, "bytes_each": size, **asdict(spec)}
+        for first, last, spec, size in description.layers
+    ]
+    return asdict(description) | {"layers": layers}
+
+
+def as_text(description: Description) -> str:
+    """For a person."""
+    d = description
+    count = d.layers[-1][1]
+    lines = [
+        f"{d.name}: {d.architecture}, {count} layers, {d.weights} weights, {in_words(d.bytes)}",
+        f"digest   {d.digest}",
+        f"licence  {d.licence}, from {d.source}",
+        f"sizes    hidden {d.hidden_size}, vocabulary {d.vocab_size}, context {d.context_length} tokens",
+        f"parts    embedding {in_words(d.embed_bytes)}, head {in_words(d.head_bytes)}",
+        *(
+            f"layers   {LayerRange(first, last)!s:8} {_words(spec)}, {in_words(size)} each"
+            for first, last, spec, size in d.layers
+        ),
+        *(
+            f"together {first}:{last}: only in one span, they read each other's keys and values"
+            for first, last in d.together
+        ),
+        f"grid     {' '.join(map(str, d.grid))}",
+        *([f"static   graphs for NPUs, of {d.static.context} tokens, {d.static.chunk} at a time"] if d.static else []),
+        f"cache    {in_words(d.kv_bytes_f32)} a token in f32, {in_words(d.kv_bytes_u8)} in u8",
+        f"memory   {in_words(d.whole_bytes)} for all of it in f32",
+        *(
+            f"         {in_words(fit.memory)} hold {fit.accuracy} of {count} layers, "
+            f"{fit.performance} in performance mode"
+            for fit in d.fits
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _words(spec: LayerSpec) -> str:
+    sizes = f"{spec.key_size}" if spec.key_size == spec.value_size else f"{spec.key_size}+{spec.value_size}"
+    words = [f"{spec.kv_heads} KV heads of {sizes}"]
+    if spec.window is not None:
+        words.append(f"window {spec.window}")
+    if spec.experts is not None:
+        words.append(f"{spec.experts} experts")
+    return ", ".join(words)
+
+
+def _alike(manifest: Manifest) -> tuple[tuple[int, int, LayerSpec, int], ...]:
+    """Layers in a row that are alike, sizes to three digits."""
+
+    def kind(layer: int) -> tuple[LayerSpec, str]:
+        return manifest.layers[layer], in_words(_size(manifest, layer_part(layer)))
+
+    found = []
+    for (spec, _), alike in groupby(range(len(manifest.layers)), kind):
+        numbers = list(alike)
+        found.append((numbers[0], numbers[-1] + 1, spec, _size(manifest, layer_part(numbers[0]))))
+    return tuple(found)
+
+
+def _size(manifest: Manifest, part: str) -> int:
+    return sum(entry.size for entry in manifest.files([part]))

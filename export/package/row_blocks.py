@@ -1,0 +1,72 @@
+"""Compressing embedding and head a block of rows at a time.
+
+Each is one matrix [vocabulary, hidden], in large vocabularies the largest of the model, and nncf takes several times
+a matrix's bytes to compress it. int8 has a scale and a zero point for each row, so blocks of rows compressed on their
+own, one under the other, are the compressed matrix to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import openvino as ov
+from numpy.typing import NDArray
+from openvino import opset15 as op
+
+from export.graph.compress import Format, compress
+from export.graph.cut import name_new_ops
+from export.package.parts import Piece
+
+_BLOCK = 96 << 20
+"""Bytes of the source in a block; nncf takes about six times that."""
+
+
+def compress_rows(
+    make: Callable[[int, int], Piece], rows: int, row_bytes: int, format: Format, *, block: int = _BLOCK
+) -> Piece:
+    """The graph of `make(0, rows)`, compressed; `make(first, last)` gives it for some of the rows alone."""
+    count = max(1, -(-rows * row_bytes // block))
+    edges = [round(i * rows / count) for i in range(count + 1)]
+    held: list[list[Any]] = []
+    for first, last in pairwise(edges):
+        piece = make(first, last)
+        model = compress(piece.model, format, is_layer=False)
+        if count == 1:
+            name_new_ops(model, piece.model.get_friendly_name(), set())
+            return replace(piece, model=model)
+        held.append([np.array(node.data) for node, _ in _by_rows(model, last - first)])
+    for (node, axis), blocks in zip(_by_rows(model, last - first), zip(*held, strict=True), strict=True):
+        whole = _constant(np.concatenate(blocks, axis), node.output(0).element_type)
+        whole.set_friendly_name(node.get_friendly_name())
+        node.output(0).replace(whole.output(0))
+    model.validate_nodes_and_infer_types()
+    name_new_ops(model, piece.model.get_friendly_name(), set())
+    facts = dict(piece.facts)
+    if "vocab_size" in facts:
+        facts["vocab_size"] = rows
+    return Piece(model=model, facts=facts, alive=piece.alive)
+
+
+def _constant(numbers: NDArray[Any], kind: ov.Type) -> Any:
+    if kind != ov.Type.bf16:
+        return op.constant(numbers, dtype=kind)
+    # numpy has no such type: `Constant.data` gives the bits, as f16
+    return op.constant(ov.Tensor(numbers.view(np.int16).reshape(-1), ov.Shape(numbers.shape), kind))
+
+
+def _by_rows(model: ov.Model, rows: int) -> list[tuple[Any, int]]:
+    """Constants with an entry for each row, and along which axis: weights, scales, zero points, a head's bias."""
+    width = model.inputs[0].partial_shape[-1]  # of what a norm's weights have an entry for
+    found = []
+    for node in model.get_ordered_ops():
+        shape = list(node.output(0).shape) if node.get_type_name() == "Constant" else []
+        if len(shape) > 1 and shape[0] == rows:
+            found.append((node, 0))
+        elif math.prod(shape) == rows in shape and width != ov.Dimension(rows):
+            found.append((node, shape.index(rows)))
+    return found

@@ -1,0 +1,1 @@
+"""What is read as a whole graph: GGUF files and OpenVINO IRs."""

@@ -1,0 +1,1 @@
+"""Does a package compute what its source computes?"""

@@ -1,0 +1,1 @@
+"""What a peer tells the directory and Prometheus."""

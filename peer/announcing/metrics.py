@@ -1,0 +1,73 @@
+"""What Prometheus is told of a peer. No label comes from another machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from peer.batching.job import StepOutcome
+from peer.sessions.service import Load
+from swarm.discovery.records import SERVING
+from swarm.engine.base import Step
+from swarm.errors import SwarmError
+from swarm.process.prometheus import Asked
+
+_STEP_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 2.0, 8.0)
+_BATCH = (1, 2, 4, 8, 16, 32, 64)
+
+
+class PeerGauges:
+    """All of them; `page` is what a scrape gets. `load` and `connections` are asked then."""
+
+    def __init__(self, load: Callable[[], Load], connections: Callable[[], int]) -> None:
+        self._load = load
+        self._connections = connections
+        self._registry = registry = CollectorRegistry()
+        self._steps = Counter("swarm_peer_steps", "Steps computed.", ["kind"], registry=registry)
+        self._tokens = Counter("swarm_peer_tokens", "Tokens computed.", ["kind"], registry=registry)
+        self._failures = Counter("swarm_peer_failures", "Steps that failed, by error.", ["kind"], registry=registry)
+        self._compute = Histogram(
+            "swarm_peer_step_compute_seconds",
+            "How long a step kept the device.",
+            ["kind"],
+            buckets=_STEP_S,
+            registry=registry,
+        )
+        self._queue = Histogram(
+            "swarm_peer_step_queue_seconds", "How long a step waited for it.", buckets=_STEP_S, registry=registry
+        )
+        self._batch = Histogram(
+            "swarm_peer_step_batch", "Steps that ran in one call.", buckets=_BATCH, registry=registry
+        )
+        registry.register(Asked(self._state))
+
+    def step(self, step: Step, outcome: StepOutcome) -> None:
+        """A step was computed."""
+        kind = "decode" if len(step.tokens) == 1 else "prefill"
+        self._steps.labels(kind).inc()
+        self._tokens.labels(kind).inc(len(step.tokens))
+        self._compute.labels(kind).observe(outcome.compute_s)
+        self._queue.observe(outcome.queue_s)
+        self._batch.observe(outcome.batch)
+
+    def failed(self, error: SwarmError) -> None:
+        self._failures.labels(error.code).inc()
+
+    def page(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def _state(self) -> Iterator[Metric]:
+        load = self._load()
+        for name, text, value in (
+            ("sessions", "Sessions that are open.", load.sessions),
+            ("queue_steps", "Steps that wait.", load.queue),
+            ("kv_free_tokens", "Tokens of KV cache that the next session may ask for.", load.kv_free),
+            ("kv_total_tokens", "Tokens of KV cache in all.", load.kv_total),
+            ("kv_blocks", "Blocks of KV cache; 0 where the engine has none.", load.work.blocks if load.work else 0),
+            ("kv_blocks_used", "Blocks that sessions hold.", load.work.blocks_used if load.work else 0),
+            ("connections", "Connections that are open.", self._connections()),
+            ("serving", "1 while it takes sessions.", int(load.state == SERVING)),
+        ):
+            yield GaugeMetricFamily(f"swarm_peer_{name}", text, value=value)

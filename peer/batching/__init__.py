@@ -1,0 +1,1 @@
+"""What runs next on the device, and running it."""

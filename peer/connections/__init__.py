@@ -1,0 +1,1 @@
+"""The two kinds of connections of a peer: callers, and next hops."""

@@ -1,0 +1,95 @@
+"""One caller of this peer: its stream, and the tasks that answer it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from swarm.errors import PeerBusy, SwarmError
+from swarm.transport.stream import Stream
+from swarm.wire.message import Message
+
+_log = logging.getLogger(__name__)
+_MOST_TASKS = 64
+
+
+class Connection:
+    """Stands for its caller in the table of sessions: two are never equal."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._tasks: set[asyncio.Task[Message | None]] = set()
+        self.turn = asyncio.Lock()  # of its requests whose answers are large: one at a time
+
+    def __repr__(self) -> str:
+        return f"<connection from {self._stream.remote}>"
+
+    @property
+    def remote(self) -> str:
+        """ "ip:port" of the caller as seen here."""
+        return self._stream.remote
+
+    @property
+    def host(self) -> str:
+        """The caller's address, whatever its port."""
+        return host_of(self._stream)
+
+    @property
+    def closed(self) -> bool:
+        return self._stream.closed
+
+    @property
+    def waits(self) -> bool:
+        """An answer is being made for it."""
+        return bool(self._tasks)
+
+    def send(self, message: Message, *, at_once: bool = False) -> float:
+        """Queue it; see `Stream.send`. Raises why the connection ended, if it did."""
+        return self._stream.send(message, at_once=at_once)
+
+    def try_send(self, message: Message) -> None:
+        """As `send`; where nobody is there any more, nobody misses it."""
+        try:
+            self._stream.send(message)
+        except SwarmError:
+            _log.debug("%s is gone before it heard %s", self.remote, message.kind)
+
+    def allow_payload(self, size: int) -> None:
+        """See `Stream.allow_payload`."""
+        self._stream.allow_payload(size)
+
+    async def drain(self) -> None:
+        """Raises PeerStalled, PeerLost."""
+        await self._stream.drain()
+
+    def check_room(self) -> None:
+        """Raises PeerBusy where too many requests of this caller are under way."""
+        if len(self._tasks) >= _MOST_TASKS:
+            raise PeerBusy(f"{len(self._tasks)} requests of this connection are under way; wait for answers first")
+
+    def spawn(
+        self, work: Coroutine[Any, Any, Message | None], done: Callable[[asyncio.Task[Message | None]], None]
+    ) -> None:
+        """Run `work` until the connection ends; `done` hears how it went."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(done)
+
+    def abort(self, error: SwarmError) -> None:
+        """End the connection at once; its sessions end with it, when its reader sees that."""
+        _log.info("closing the connection from %s: %s", self.remote, error)
+        self._stream.abort(error)
+
+    async def end(self) -> None:
+        """Cancel what is under way. The stream is closed by who opened it, once it has said why."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def host_of(stream: Stream) -> str:
+    return stream.remote.rpartition(":")[0]

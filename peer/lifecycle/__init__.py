@@ -1,0 +1,1 @@
+"""A peer from its start to its end."""

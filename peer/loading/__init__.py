@@ -1,0 +1,1 @@
+"""Which span a peer serves, its files, its self-test, loading it."""

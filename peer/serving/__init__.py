@@ -1,0 +1,1 @@
+"""The peer's server: requests from callers, and answers to queries."""

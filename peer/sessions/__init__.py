@@ -1,0 +1,1 @@
+"""Sessions on a peer, and their steps."""

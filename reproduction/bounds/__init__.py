@@ -1,0 +1,1 @@
+"""What this machine allows at most: the same graphs with less around them."""

@@ -1,0 +1,95 @@
+"""A pipeline without peers: one engine in this process answers the windows, each when it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from client.pipeline.circuit import Answer
+from client.speculation.draft import common_prefix
+from swarm.engine.base import Engine, Step
+from swarm.errors import SwarmError
+from swarm.model.manifest import StaticSpec
+from swarm.sampling import Sampling, choose
+from swarm.wire.messages import Forward, HopTrace, Output
+
+_SESSION = "the only one"
+
+
+class EnginePipeline:
+    """What `client.speculation.speculation.Speculation` uses of a `Pipeline`. A window that was sent is run when its
+    answer is asked for, unless it became void before."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        max_tokens: int,
+        *,
+        turns: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+        static: StaticSpec | None = None,
+    ) -> None:
+        """A trip takes so many `turns` of the event loop beside its compute. `static` is what a static engine has."""
+        self._furthest = static.furthest if static is not None else lambda length: max_tokens
+        self.most_windows = 0
+        self.on_answer: Callable[[Answer], None] = lambda answer: None
+        self._engine = engine
+        self._turns = turns
+        self._clock = clock
+        self._sent: deque[tuple[int, tuple[int, ...]]] = deque()
+        self._cached: list[int] = []
+        engine.close(_SESSION)
+        engine.open(_SESSION, max_tokens)
+
+    @property
+    def windows(self) -> int:
+        return len(self._sent)
+
+    @property
+    def line_end(self) -> int:
+        return self._sent[-1][0] + len(self._sent[-1][1]) if self._sent else 0
+
+    def furthest(self, length: int) -> int:
+        return self._furthest(length)
+
+    def send_ahead(self, start: int, tokens: Sequence[int], sampling: Sampling) -> bool:
+        assert start == (self.line_end or start)
+        self._sent.append((start, tuple(tokens)))
+        self.most_windows = max(self.most_windows, len(self._sent))
+        return True
+
+    def forget_windows(self) -> None:
+        self._sent.clear()
+
+    async def advance(self, known: Sequence[int], sampling: Sampling) -> Answer:
+        if not self._sent:
+            start = min(common_prefix(self._cached, known), len(known) - 1)
+            self._sent.append((start, tuple(known[start:])))
+        for _ in range(self._turns):
+            await asyncio.sleep(0)
+        start, tokens = self._sent.popleft()
+        rows = start + len(tokens) - len(known) + 1
+        assert tokens[-rows] == known[-1]
+        assert self._cached[:start] == list(known[:start])
+        began = self._clock()
+        step = Step(session=_SESSION, start=start, tokens=np.array(tokens, np.int32), rows=rows)
+        (logits,) = self._engine.forward([step])
+        assert not isinstance(logits, SwarmError), logits
+        line = self._cached = [*known[:start], *tokens]
+        first = len(line) - rows + 1
+        history = np.array(line, np.int32)
+        ids = [
+            choose(row, sampling, position=first + i, history=history[: first + i]).token
+            for i, row in enumerate(logits)
+        ]
+        now = self._clock()
+        trace = HopTrace(peer="", queue_s=0.0, compute_s=now - began, codec_s=0.0, received_at=began, sent_at=now)
+        forward = Forward(session="0" * 8, epoch=0, step=0, start=start, rows=rows, tokens=step.tokens)
+        output = Output(session="0" * 8, epoch=0, step=0, ids=np.array(ids, np.int32), trace=(trace,))
+        answer = Answer(forward=forward, output=output, sent_at=began, received_at=now)
+        self.on_answer(answer)
+        return answer

@@ -1,0 +1,1 @@
+"""What experiments share: processes, peers, users, distances, prompts."""

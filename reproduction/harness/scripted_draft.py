@@ -1,0 +1,70 @@
+"""A draft that knows the text and errs on purpose: for acceptances that no small model here would show.
+
+It is charged the time of a model, by sleeping. What it guesses is wrong at a fixed share of the positions, drawn from
+(seed, position): the same text always meets the same errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from client.speculation.draft import Line
+from swarm.sampling import Sampling
+
+
+class ScriptedDraft:
+    """`client.speculation.draft.Draft` over `text`, the whole line from the prompt's first id on; silent at its end."""
+
+    silence = ""
+
+    def __init__(
+        self,
+        text: Sequence[int],
+        *,
+        errors: float,
+        seconds: float = 0.0,
+        seed: int = 0,
+        instant: bool | None = None,
+        reading_s: float = 0.0,
+    ) -> None:
+        """`errors`: the share of wrong guesses. `seconds` a guess takes, and `reading_s` to read the prompt."""
+        self.name = f"scripted, {1 - errors:.0%} right"
+        self.instant = seconds == 0.0 if instant is None else instant
+        self._text = list(text)
+        self._errors = errors
+        self._seconds = seconds
+        self._seed = seed
+        self._line = Line()
+        self._reading_s = reading_s
+
+    @property
+    def unread(self) -> int:
+        return len(self._line.ids) if self._reading_s else 0
+
+    def begin(self, known: Sequence[int], sampling: Sampling) -> None:
+        self._line.begin(known)
+
+    async def read(self) -> None:
+        await asyncio.sleep(self._reading_s)
+        self._reading_s = 0.0
+
+    async def propose(self, k: int) -> list[int]:
+        if self._reading_s:
+            await self.read()
+        guesses: list[int] = []
+        while len(guesses) < k and len(self._line.ids) < len(self._text):
+            if not self.instant:
+                await asyncio.sleep(self._seconds)
+            guesses.append(self._at(len(self._line.ids)))
+            self._line.ids.append(guesses[-1])
+        return guesses
+
+    def accept(self, n: int, correction: int | None) -> None:
+        self._line.accept(n, correction)
+
+    def _at(self, position: int) -> int:
+        wrong = np.random.Generator(np.random.Philox(key=[self._seed, position])).random() < self._errors
+        return self._text[position] ^ int(wrong)

@@ -1,0 +1,1 @@
+"""Experiments on what lies between hops."""

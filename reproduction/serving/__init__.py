@@ -1,0 +1,1 @@
+"""Experiments on peers and gateways that serve many users."""

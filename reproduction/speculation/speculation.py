@@ -1,0 +1,200 @@
+"""One process, eight kinds of prompts, 128 tokens: with a draft and without, by kind, with its acceptance.
+
+Three drafts. `look-up` and `model` (SmolLM2 INT4 for SmolLM2 f16) are real; a draft that costs as much as its target
+cannot win here, and the figures say so. `scripted` knows the text, errs so often that its acceptance is the published
+one of its kind, and is charged the time of a model a fifth the target's size: what the machinery makes of a good draft.
+It drafts for SmolLM2 INT4, and for a made-up model of Llama 3.2 1B's shape, once for each of the published acceptances:
+what such a model is asked tells nothing. The latter in both modes: in f32 a step of four tokens computes for nearly
+twice as long as one of one; with int8 activations, the device's own mode, it waits for memory alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import openvino_genai
+
+from client.speculation.draft import Draft, NgramDraft
+from client.speculation.draft_model import DraftModel
+from client.speculation.speculation import Guesser, Speculation, SpeculationReport
+from client.speculation.tuner import Prior, Tuner
+from reproduction.bounds.one_process import EnginePipeline
+from reproduction.experiment import Report, Row, Say
+from reproduction.harness.machine import machine
+from reproduction.harness.prompt_kinds import KINDS
+from reproduction.harness.scripted_draft import ScriptedDraft
+from reproduction.models.checkpoints import llama_1b_shaped
+from reproduction.models.real import Model, smollm2, smollm2_f16
+from swarm.engine.base import Engine
+from swarm.engine.compose import open_engine
+from swarm.sampling import Sampling
+
+TOKENS = 128
+GUESSES = 3
+SHARE = 0.2  # of the target's time that the scripted draft is charged
+_SCRIPTS = 12
+_ACCEPTANCES = {0.93: 1.50, 0.707: 1.33, 0.50: 1.11}  # and what was published of each
+DraftOf = Callable[[list[int], float], Draft]
+"""From the whole text and the seconds that a token takes without a draft."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A draft, and the guesses a trip where they are fixed."""
+
+    draft: DraftOf
+    fixed: int | None = None
+    published: float | None = None
+
+
+LOOK_UP = Way(draft=lambda text, token_s: NgramDraft())
+
+
+def run(say: Say, *, tokens: int = TOKENS) -> Report:
+    small, target, large = smollm2(say), smollm2_f16(say), llama_1b_shaped(say)
+    gains: dict[str, list[float]] = {"look_up": [], "model": [], "scripted": []}
+    rows: list[Row] = []
+    with asyncio.Runner() as runner:
+
+        def compare(bench: Bench, prompt: str, ways: Mapping[str, Way]) -> list[float]:
+            found = bench.gains(prompt, ways, tokens)
+            for name, (gain, report) in found.items():
+                share = report.accepted / report.proposed if report.proposed else 0.0
+                told = f"{name} ({share:.0%} of {report.proposed} accepted)"
+                rows.append(Row(configuration=told, value=gain, unit="x", published=ways[name].published))
+                say(f"{told}: {gain:.2f}")
+            return [gain for gain, _ in found.values()]
+
+        model = runner.run(DraftModel.open(small.package, target.manifest, threads=1))
+        int4, f16 = Bench(small, runner), Bench(target, runner)
+        for kind in KINDS:
+            ways = {f"{kind.name}, look-up": LOOK_UP, f"{kind.name}, scripted": scripted(kind.acceptance, kind.gain)}
+            for name, gain in zip(("look_up", "scripted"), compare(int4, kind.prompt, ways), strict=True):
+                gains[name].append(gain)
+            ways = {f"{kind.name}, model": Way(draft=lambda text, _: model.draft(len(text) + 64))}
+            gains["model"] += compare(f16, kind.prompt, ways)
+        model.close()
+        del int4, f16  # the large one needs the room
+        changed = 0
+        for mode in ("accuracy", "performance"):
+            ways = {
+                f"1B-shaped in {mode} mode, scripted, {share:.0%} meant": scripted(share, gain)
+                for share, gain in _ACCEPTANCES.items()
+            }
+            bench = Bench(large, runner, mode)
+            by_acceptance = dict(zip(_ACCEPTANCES, compare(bench, KINDS[0].prompt, ways), strict=True))
+            gains[f"scripted_1b_{mode}"] = [by_acceptance[kind.acceptance] for kind in KINDS]
+            changed += bench.changed
+    return Report(
+        experiment="speculation",
+        machine=machine(),
+        rows=rows,
+        ratios={f"{name}_mean": statistics.fmean(values) for name, values in gains.items()},
+        goals={f"scripted{of}_mean": (">=", 1.33) for of in ("", "_1b_accuracy", "_1b_performance")},
+        notes=[
+            f"{tokens} tokens, one process, one thread; against the mean of an answer without before and one after",
+            "look-up and model choose their windows themselves; model is SmolLM2 INT4 drafting for SmolLM2 f16",
+            f"scripted: {GUESSES} guesses a trip, the published acceptance of its kind (70.7 % where there is none), "
+            f"each guess charged {SHARE:.0%} of the target's time for a token; it is no real model",
+            "1B: random weights of Llama 3.2 1B's shape in int4; its mean is over the eight kinds by their acceptances",
+            f"of the 1B in performance mode {changed} of {len(_ACCEPTANCES)} texts differ from the one without a "
+            "draft; no other may",
+        ],
+    )
+
+
+def scripted(acceptance: float, published: float) -> Way:
+    """`acceptance` of `GUESSES` a trip, at `SHARE` of the target's time each."""
+    errors = 1 - chance_of(acceptance)
+    return Way(
+        draft=lambda text, token_s: ScriptedDraft(text, errors=errors, seconds=SHARE * token_s),
+        fixed=GUESSES,
+        published=published,
+    )
+
+
+class Bench:
+    """A model in this process, and answers over it. `changed` counts the texts that a draft changed, which none may in
+    accuracy mode."""
+
+    def __init__(self, model: Model, runner: asyncio.Runner, precision: str = "accuracy") -> None:
+        self.changed = 0
+        self._exact = precision == "accuracy"
+        self._engine: Engine = open_engine(
+            model.package, model.manifest, model.manifest.span, threads=1, precision=precision
+        )
+        self._tokenizer = openvino_genai.Tokenizer(str(model.package))
+        self._runner = runner
+
+    def gains(self, prompt: str, ways: Mapping[str, Way], tokens: int) -> dict[str, tuple[float, SpeculationReport]]:
+        """By how much each way makes it faster than the mean of an answer before all of them and one after, and how
+        guessing went. Raises AssertionError where a text changes in accuracy mode."""
+        text = self._tokenizer.apply_chat_template([{"role": "user", "content": prompt}], True)
+        ids = [int(i) for i in self._tokenizer.encode(text, add_special_tokens=False).input_ids.data[0]]
+        before_s, said, _ = self._write(ids, tokens)
+        guessed = {name: self._guess(ids, said, way, before_s / tokens) for name, way in ways.items()}
+        after_s, again, _ = self._write(ids, tokens)
+        self.changed += sum(text != said for _, text, _ in guessed.values())
+        if again != said or (self._exact and self.changed):
+            raise AssertionError("a draft changed the text")
+        found = {}
+        for name, (took_s, _, report) in guessed.items():
+            assert report is not None
+            found[name] = (statistics.fmean((before_s, after_s)) / took_s, report)
+        return found
+
+    def _guess(
+        self, ids: Sequence[int], said: Sequence[int], way: Way, token_s: float
+    ) -> tuple[float, list[int], SpeculationReport | None]:
+        """As `_write`, with a draft that knows `said`. In performance mode windows can change the text, and what the
+        draft has to know is the text as it is with them: each answer is the next one's script until it stays."""
+        script = list(said)
+        for _ in range(1 if self._exact else _SCRIPTS):
+            written = self._write(ids, len(said), way.draft([*ids, *script], token_s), k=way.fixed)
+            if written[1] == script:
+                break
+            script = written[1]
+        return written
+
+    def _write(
+        self, ids: Sequence[int], tokens: int, draft: Draft | None = None, *, k: int | None = None
+    ) -> tuple[float, list[int], SpeculationReport | None]:
+        return self._runner.run(write(self._engine, list(ids), tokens, draft, k=k))
+
+
+async def write(
+    engine: Engine, prompt: list[int], count: int, draft: Draft | None, *, k: int | None = None
+) -> tuple[float, list[int], SpeculationReport | None]:
+    """Seconds from the first token to the last, the tokens, and how guessing went."""
+    loop = asyncio.get_running_loop()
+    guesser = None
+    if draft is not None:
+        tuner = Tuner(Prior(chance=0.6, draft_s=0.002), free_guesses=draft.instant, k=k, depth=1)
+        guesser = Guesser(draft, tuner, loop.time)
+    pipeline = EnginePipeline(engine, len(prompt) + count)
+    known = list(prompt)
+    speculation = Speculation(pipeline, known, Sampling(), limit=len(prompt) + count - 1, guesser=guesser)  # type: ignore[arg-type]
+    pipeline.on_answer = speculation.hear
+    await speculation.next()
+    began = loop.time()
+    while len(known) < len(prompt) + count:
+        await speculation.go_on()
+        await speculation.next()
+    took = loop.time() - began
+    await speculation.close()
+    return took, known[len(prompt) :][:count], speculation.report()
+
+
+def chance_of(acceptance: float) -> float:
+    """The chance of each guess whose predecessors were right, from the share of all `GUESSES` a trip accepted."""
+    low, high = 0.0, 1.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        if sum(middle**i for i in range(1, GUESSES + 1)) / GUESSES < acceptance:
+            low = middle
+        else:
+            high = middle
+    return low

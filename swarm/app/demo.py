@@ -1,0 +1,251 @@
+"""`swarm demo`: the main job on one machine. A real model, real peers, one answer, and where its time went."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any, Self
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from client.client import SwarmClient
+from client.config import GenerationConfig
+from client.generation.generate import Piece, Reply, collect
+from client.inspector.picture import Picture
+from client.inspector.report import Inspection, inspect_swarm, measure
+from client.metrics import Metrics
+from client.options import USUAL_SESSION_TOKENS, messages, write_json
+from swarm import __version__
+from swarm.app.demo_model import fetch_demo_model
+from swarm.app.local_swarm import ANNOUNCED, LocalSwarm, Member
+from swarm.discovery.remote_directory import PeerDirectory, find_peers
+from swarm.engine.base import Precision
+from swarm.engine.cache import locked
+from swarm.errors import PackageError
+from swarm.model.balance import balanced_spans, check_ways
+from swarm.model.manifest import Manifest, check_files, even_grid, load_manifest, sha256_of
+from swarm.model.spans import LayerRange
+from swarm.process import event_loop
+from swarm.process.folders import cache_folder
+from swarm.routing.plan import RouteRequest
+from swarm.transport.address import Address
+from swarm.transport.hello import client_hello
+
+PROMPT = "Name three things that bees do."
+GRID = even_grid(30)  # the model's, known before its file is here
+_KV_TOKENS = 8192  # the one context of the model; more would only reserve memory
+
+
+def demo(
+    prompt: Annotated[str, typer.Option(help="What to ask.")] = PROMPT,
+    peers: Annotated[int, typer.Option(min=1, help="How many peers share the layers.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens that the answer may have.")] = 128,
+    precision: Annotated[
+        Precision, typer.Option(help="f32, which gives the unsplit model's tokens, or the device's default.")
+    ] = "accuracy",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+) -> None:
+    """Get a small model, cut it into layers, start peers that find each other, and stream an answer across them.
+
+    Everything runs on this machine and is stopped at the end.
+    """
+    config = GenerationConfig(max_new_tokens=max_new_tokens)
+    console = messages()
+    with demo_swarm(console, peers=peers, precision=precision) as (swarm, manifest):
+        reply = event_loop.run(_ask(swarm.addresses, manifest, prompt, config, console, stream=not as_json))
+        console.print("\nstopping the peers", style="dim")
+    if as_json:
+        write_json(reply.to_plain(), indent=None)
+    else:
+        console.print(_time_table(reply.metrics))
+        console.print(_speed(reply.metrics))
+
+
+@contextmanager
+def demo_swarm(console: Console, *, peers: int, precision: Precision) -> Iterator[tuple[LocalSwarm, Manifest]]:
+    """The demo model, served by `peers` peers on this machine, which are stopped at the end."""
+    check_ways(GRID, peers)  # said before anything is downloaded
+    package = prepare_package(console)
+    manifest = load_manifest(package)
+    spans = balanced_spans(manifest, peers)
+    threads = max(1, (os.cpu_count() or 1) // peers)
+    options = ["--precision", precision, "--threads", str(threads), "--kv-tokens", str(_KV_TOKENS), "--grace", "1"]
+    with _log_folder() as folder, LocalSwarm(folder, options=options) as swarm:
+        with _Startup(console, spans) as startup:
+            swarm.serve(package, spans, progress=startup.hear)
+        yield swarm, manifest
+
+
+async def _ask(
+    addresses: list[str], manifest: Manifest, prompt: str, config: GenerationConfig, console: Console, *, stream: bool
+) -> Reply:
+    """Show the route, then the answer as it comes."""
+    console.print(Picture(await _look(addresses, manifest)))
+    show_prompt(console, prompt)
+    async with (
+        await SwarmClient.connect(manifest.digest, initial_peers=addresses) as client,
+        aclosing(client.generate(prompt, config)) as pieces,
+    ):
+        return await collect(_shown(pieces) if stream else pieces)
+
+
+def show_prompt(console: Console, prompt: str) -> None:
+    console.print(f"\n{prompt}\n", style="bold")
+
+
+async def _shown(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+    """The same pieces; their text goes to stdout on the way."""
+    async for piece in pieces:
+        sys.stdout.write(piece.text + "\n" * (piece.finish_reason is not None))
+        sys.stdout.flush()
+        yield piece
+
+
+async def _look(addresses: list[str], manifest: Manifest) -> Inspection:
+    """What `swarm routes` shows."""
+    directory = PeerDirectory([Address.parse(text) for text in addresses], hello=client_hello())
+    try:
+        records = await find_peers(directory, manifest.digest, now=time.time())
+        links = await measure(records, client_hello(manifest.digest))
+    finally:
+        await directory.close()
+    request = RouteRequest(
+        layers=len(manifest.layers), hidden_bytes=4 * manifest.hidden_size, kv_tokens=USUAL_SESSION_TOKENS
+    )
+    return inspect_swarm(manifest.name, manifest.digest, records, request, links=links, now=time.time())
+
+
+# -- the model -----------------------------------------------------------------------------------------------------
+
+
+def prepare_package(console: Console) -> Path:
+    """The demo model's package in the cache, exported if it is not there, exported again if it is damaged."""
+    with _bar(console) as report:
+        gguf = fetch_demo_model(cache_folder(), report)
+    package = cache_folder() / "demo" / f"{gguf.stem}-{sha256_of(gguf)[:12]}-{__version__}"
+    if _is_whole(package):
+        return package  # a cache that others filled may be read-only
+    with locked(package):  # two demos at once export once
+        if not _is_whole(package):
+            from export.package.from_graph import export_package  # loads OpenVINO, which later runs need not wait for
+
+            shutil.rmtree(package, ignore_errors=True)
+            with _bar(console) as report:
+                export_package(gguf, package, progress=report)
+            console.print(f"exported to {package}", style="dim", soft_wrap=True)
+    return package
+
+
+def _is_whole(package: Path) -> bool:
+    try:
+        manifest = load_manifest(package)
+        check_files(package, manifest.files(manifest.parts))
+    except PackageError:
+        return False
+    return True
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for each thing that is reported; none where nothing is."""
+    columns = (
+        TextColumn("{task.description:28}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        tasks: dict[str, Any] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what)
+            progress.update(tasks[what], completed=done, total=total or None)
+
+        yield report
+
+
+# -- the peers -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _log_folder() -> Iterator[Path]:
+    """Where peers write. Kept where something failed: the error names a log in it."""
+    folder = Path(tempfile.mkdtemp(prefix="swarm-demo-"))
+    try:
+        yield folder
+    except BaseException as error:
+        # an interrupt is no failure, nor is a reader of stdout that has enough
+        if not isinstance(error, Exception) or isinstance(error, BrokenPipeError):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Startup:
+    """A line for each peer with the phase that it is in."""
+
+    def __init__(self, console: Console, spans: Sequence[LayerRange]) -> None:
+        columns = (
+            TextColumn("{task.description:28}", markup=False),
+            TextColumn("{task.fields[phase]:10}"),
+            TimeElapsedColumn(),
+        )
+        self._progress = Progress(*columns, console=console)
+        self._tasks = {
+            span: self._progress.add_task(f"layers {span}", start=False, total=1, phase="waits") for span in spans
+        }
+
+    def hear(self, member: Member, event: dict[str, Any]) -> None:
+        if member.span is not None:
+            task, phase = self._tasks[member.span], str(event["phase"])
+            self._progress.start_task(task)
+            self._progress.update(task, phase=phase, completed=int(phase == ANNOUNCED))
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._progress.stop()
+
+
+# -- where the time went -------------------------------------------------------------------------------------------
+
+
+def _speed(metrics: Metrics) -> str:
+    return (
+        f"{metrics.new_tokens} tokens at {metrics.tokens_per_second:.1f} tokens/s, the first after "
+        f"{metrics.ttft_s * 1e3:.0f} ms ({metrics.prompt_tokens} tokens of prompt)"
+    )
+
+
+def _time_table(metrics: Metrics) -> Table:
+    """The average token after the first. The rows add up to it."""
+    table = Table(title="where the time of a token went, in ms", title_justify="left", box=None, pad_edge=False)
+    for name in ("hop", "layers"):
+        table.add_column(name, no_wrap=True)
+    for name in ("way there", "queue", "compute", "codec", "other", "sum", "share"):
+        table.add_column(name, justify="right")
+    total = metrics.token_s or 1.0
+
+    def row(name: str, layers: str, *seconds: float) -> None:
+        cells = [f"{second * 1e3:.2f}" for second in seconds] + [""] * (5 - len(seconds))
+        table.add_row(name, layers, *cells, f"{sum(seconds) * 1e3:.2f}", f"{sum(seconds) / total:.0%}")
+
+    for hop in metrics.hops:
+        row(hop.name, hop.layers, hop.network_s, hop.queue_s, hop.compute_s, hop.codec_s, hop.other_s)
+    row("way back", "", metrics.return_s)
+    row("client", "", 0.0, 0.0, metrics.client_s)
+    table.add_row("a token", "", "", "", "", "", "", f"{metrics.token_s * 1e3:.2f}", "")
+    return table

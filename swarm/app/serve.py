@@ -1,0 +1,131 @@
+"""The command `swarm serve`: a gateway to a swarm, or to a demo of one on this machine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from client.config import AUTO, NGRAM, OFF, ClientConfig
+from client.gateway.config import DEFAULT_LISTEN, GatewayConfig, check_exposure
+from client.gateway.keys import Keys
+from client.options import (
+    DraftOption,
+    JsonFlag,
+    NumericsOption,
+    messages,
+    parse_initial_peers,
+    parse_numerics,
+    write_json,
+)
+from swarm.errors import ConfigError
+from swarm.process import event_loop
+from swarm.transport.address import Address
+
+
+def serve(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL...", help="Packages' directories, or names or digests of models served."),
+    ] = None,
+    initial_peers: Annotated[
+        list[str] | None,
+        typer.Option("--initial-peer", metavar="HOST:PORT[#PEER_ID]", help="A peer to start from; may be given again."),
+    ] = None,
+    all_models: Annotated[bool, typer.Option("--all", help="Offer every model that the swarm serves.")] = False,
+    demo: Annotated[bool, typer.Option("--demo", help="Start a swarm on this machine first, as `swarm demo`.")] = False,
+    peers: Annotated[int, typer.Option(min=1, help="How many peers --demo starts.")] = 3,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 takes a free one.")
+    ] = DEFAULT_LISTEN.place,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="A file with the API keys that are let in, one a line.")
+    ] = None,
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="Let everybody in who reaches it, from anywhere.")] = False,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="https://HOST", help="Let pages of this origin use it (CORS); may be given again."),
+    ] = None,
+    max_concurrent: Annotated[
+        int, typer.Option(min=1, help="Answers that are made at once.")
+    ] = GatewayConfig.max_concurrent,
+    max_waiting: Annotated[
+        int, typer.Option(min=0, help="Answers that wait for that; more are told to come back.")
+    ] = GatewayConfig.max_waiting,
+    default_tokens: Annotated[
+        int, typer.Option(min=1, help="The most tokens of a chat's answer where the caller does not say.")
+    ] = GatewayConfig.default_tokens,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=2, help="For callers that do not say; 1 is what OpenAI takes.")
+    ] = GatewayConfig.temperature,
+    draft: DraftOption = AUTO,
+    numerics: NumericsOption = "",
+    grace: Annotated[
+        float, typer.Option(min=1, help="Seconds that running answers have at the end.")
+    ] = GatewayConfig.grace_s,
+    as_json: JsonFlag = False,
+) -> None:
+    """Serve OpenAI's API over a swarm, and a page with a chat and the swarm's state.
+
+    Ctrl-C takes no more requests, lets running answers finish, and ends with 0. Ctrl-C twice ends at once.
+    """
+    place = Address.parse(listen, any_port=True)
+    keys = Keys.read(api_key_file) if api_key_file is not None else None
+    check_exposure(place, keys, no_auth=no_auth)
+    if demo and (models or initial_peers or all_models):
+        raise ConfigError("--demo brings its own model and peers: leave MODEL, --initial-peer and --all out")
+    if not demo and not models and not all_models:
+        raise ConfigError("no model to serve: name one, or add --all; `swarm serve --demo` needs neither")
+    if draft not in (AUTO, NGRAM, OFF) and (all_models or len(models or []) > 1):
+        raise ConfigError(f"--draft {draft} drafts for the one model that has its tokenizer: serve that model alone")
+    config = GatewayConfig(
+        listen=place,
+        keys=keys,
+        allow_origins=tuple(allow_origin or ()),
+        max_concurrent=max_concurrent,
+        max_waiting=max_waiting,
+        default_tokens=default_tokens,
+        temperature=temperature,
+        draft=draft,
+        grace_s=grace,
+    )
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    client_config = ClientConfig(numerics=parse_numerics(numerics), draft_engine="auto")
+    if demo:
+        from client.gateway.http.server import bind
+        from swarm.app.demo import demo_swarm
+
+        bind(place).close()  # said before half a minute is spent on peers
+        with demo_swarm(messages(), peers=peers, precision="accuracy") as (swarm, manifest):
+            _serve([manifest.digest], parse_initial_peers(swarm.addresses), config, client_config, False, as_json)
+            messages().print("stopping the peers", style="dim")
+    else:
+        _serve(models or [], parse_initial_peers(initial_peers or []), config, client_config, all_models, as_json)
+
+
+def _serve(
+    models: Sequence[str],
+    initial_peers: Sequence[Address],
+    config: GatewayConfig,
+    client_config: ClientConfig,
+    follow: bool,
+    as_json: bool,
+) -> None:
+    # imported now, not above: `swarm serve --help` need not wait for a web server
+    from client.gateway.run import run
+
+    def listening(place: Address, names: Sequence[str]) -> None:
+        url = f"http://{place.place}"
+        if as_json:
+            write_json({"phase": "listening", "url": url, "models": list(names)}, indent=None)
+            return
+        console = messages()
+        console.print(
+            f"{', '.join(names) or 'no model yet'}: a page at {url}, OpenAI's API at {url}/v1", soft_wrap=True
+        )
+        typer.echo(url)
+
+    event_loop.run(run(models, initial_peers, config, client_config=client_config, follow=follow, listening=listening))

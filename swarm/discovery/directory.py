@@ -1,0 +1,109 @@
+"""The notice board of a swarm: signed notices under topics, gone when they expire.
+
+A topic is a model's digest (its peers' records) or `models` (what is served). A notice belongs to who
+signed it and carries its own proof, so it does not matter who passes it on: a DHT node, a peer that
+answers a look-up, or a test's memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgpack
+
+from swarm.errors import DirectoryError
+from swarm.transport.identity import Identity, peer_id_of, verify_signature
+
+MODELS_TOPIC = "models"
+MAX_NOTICE_BYTES = 64 << 10
+MAX_TTL_S = 600.0
+MAX_TOPIC = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice:
+    """One signed statement. `expires_at` is Unix time in seconds; `subkey` is unique for its author."""
+
+    topic: str
+    subkey: str
+    author: str
+    body: bytes
+    expires_at: float
+    sealed: bytes
+
+    @classmethod
+    def seal(cls, identity: Identity, *, topic: str, body: bytes, expires_at: float, label: str = "") -> Notice:
+        """Sign `body`. One author has one notice for each (topic, label)."""
+        statement = msgpack.packb([topic, label, body, expires_at])
+        sealed = msgpack.packb([identity.public_key, identity.sign(statement), statement])
+        if len(sealed) > MAX_NOTICE_BYTES:
+            raise DirectoryError(f"a notice of {len(sealed)} bytes is over the limit of {MAX_NOTICE_BYTES}")
+        return cls.unseal(sealed)
+
+    @classmethod
+    def unseal(cls, sealed: bytes) -> Notice:
+        """Read hostile bytes. Raises DirectoryError where they are malformed or the signature is wrong."""
+        if len(sealed) > MAX_NOTICE_BYTES:
+            raise DirectoryError(f"a notice of {len(sealed)} bytes is over the limit of {MAX_NOTICE_BYTES}")
+        try:
+            key, signature, statement = _unpack(sealed)
+            genuine = isinstance(statement, bytes) and verify_signature(key, signature, statement)
+            topic, label, body, expires_at = _unpack(statement) if genuine else (None, None, None, None)
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise DirectoryError(f"a notice cannot be read: {error}") from error
+        if not genuine:
+            raise DirectoryError("a notice is not signed by the key in it")
+        if not (
+            isinstance(topic, str)
+            and isinstance(label, str)
+            and isinstance(body, bytes)
+            and isinstance(expires_at, float)
+            and len(topic) <= MAX_TOPIC
+            and len(label) <= MAX_TOPIC
+        ):
+            raise DirectoryError("a notice has a field of the wrong type")
+        author = peer_id_of(key)
+        return cls(
+            topic=topic, subkey=f"{author}{label}", author=author, body=body, expires_at=expires_at, sealed=sealed
+        )
+
+    def is_current(self, now: float) -> bool:
+        return now < self.expires_at <= now + MAX_TTL_S
+
+
+def _unpack(raw: bytes) -> list[Any]:
+    value = msgpack.unpackb(raw, max_array_len=8, max_map_len=0, max_bin_len=MAX_NOTICE_BYTES, max_ext_len=0)
+    if not isinstance(value, list):
+        raise ValueError(f"{type(value).__name__} instead of a list")
+    return value
+
+
+class Directory(Protocol):
+    """Where notices hang. Every call is bounded in time; DirectoryError where the board is out of reach."""
+
+    async def publish(self, notice: Notice) -> None:
+        """Hang up, over the author's earlier notice of the same subkey."""
+
+    async def collect(self, topic: str) -> list[Notice]:
+        """The current notices of a topic, each one verified, one for each subkey."""
+
+
+class MemoryDirectory:
+    """A board within one process: for tests, and inside a bootstrap of one."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._topics: dict[str, dict[str, Notice]] = {}
+
+    async def publish(self, notice: Notice) -> None:
+        board = self._topics.setdefault(notice.topic, {})
+        before = board.get(notice.subkey)
+        if before is None or before.expires_at <= notice.expires_at:
+            board[notice.subkey] = notice
+
+    async def collect(self, topic: str) -> list[Notice]:
+        now = self._clock()
+        return [notice for notice in self._topics.get(topic, {}).values() if notice.is_current(now)]

@@ -1,0 +1,1 @@
+"""KV cache in blocks, many sessions in one inference."""

@@ -1,0 +1,1 @@
+"""Graphs with fixed shapes and without state, for NPUs."""

@@ -1,0 +1,166 @@
+"""The static files of a span, joined into one graph of one width: no state, no dynamic shape.
+
+::
+
+    embed ──► layer a ──► ... ──► layer b-1 ──► Gather(logit_rows) ──► head
+                │ ▲ past_key.a, past_value.a         what the host keeps (`swarm.engine.static.ring_cache`)
+                │ └ attention_bias, position_ids     one for all layers that have the same sliding window
+                └─► present_key.a, present_value.a   of the new tokens alone, for the host to keep
+
+A layer's mask does not come from the graph but from the host, which knows the positions of the keys: in a
+ring their order says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import openvino as ov
+from openvino import opset15 as ops
+
+from swarm.engine.compose import read_part
+from swarm.errors import PackageError
+from swarm.model.manifest import EMBED, HEAD, Manifest, StaticSpec, layer_part, static_file
+from swarm.model.spans import LayerRange
+
+MOST_ROWS = 8
+"""Rows of logits that a prefill graph gives at once: a few drafts to verify, not a whole chunk through the head."""
+
+BIAS, POSITIONS = "attention_bias", "position_ids"
+CACHES = ("key", "value")
+_HIDDEN, _TOKENS, _ROWS = "hidden_states", "input_ids", "logit_rows"
+
+
+def compose_static(package: Path, manifest: Manifest, span: LayerRange, kind: str) -> ov.Model:
+    """One graph for `span` out of the package's static files of `kind`, `decode` or `prefill`.
+
+    Inputs, with `w` the kind's width and `s` the slots: `input_ids` [1, w] i64 on the span with layer 0, else
+    `hidden_states` [1, w, hidden] f32; `position_ids` [1, w] i64; for each sliding window `attention_bias.WINDOW`
+    [1, 1, w, s + w] f32 (`attention_bias.None` for none); `past_key.LAYER`, `past_value.LAYER` [1, heads, s, size]
+    f32; with the last layer, in a prefill graph, `logit_rows` [m] i64.
+    Outputs: `hidden_states_out` [1, w, hidden] or `logits` [1, 1 or m, vocab] f32, then for each layer
+    `present_key.LAYER`, `present_value.LAYER` [1, heads, w, size] f32.
+
+    Raises DamagedFile where a file cannot be read, PackageError where the files do not fit together.
+    """
+    manifest.static_parts(span)
+    assert manifest.static is not None
+    width = manifest.static.widths[kind]
+    join = _Join(width)
+    if span.first == 0:
+        join.embed(read_part(package, EMBED))
+    for layer in span:
+        name = static_file(layer, kind).removesuffix(".xml")
+        join.layer(read_part(package, name, layer_part(layer)), layer, window=manifest.layers[layer].window)
+    if span.last == len(manifest.layers):
+        join.head(read_part(package, HEAD), rows=min(MOST_ROWS, width) if width > 1 else 0)
+    model = join.model(f"{manifest.name} {span} {kind}")
+    check_static(model)
+    return model
+
+
+def check_static(model: ov.Model) -> None:
+    """Raises PackageError naming an operation whose shape is not fixed, or that keeps a state."""
+    for node in model.get_ordered_ops():
+        moving = [str(port.partial_shape) for port in node.outputs() if port.partial_shape.is_dynamic]
+        if moving or node.get_type_name() in ("ReadValue", "Assign"):
+            raise PackageError(
+                f"{model.get_friendly_name()} is not static: {node.get_type_name()} {node.get_friendly_name()} "
+                f"{'has the shape ' + ', '.join(moving) if moving else 'keeps a state'}"
+            )
+
+
+def bias_name(window: int | None) -> str:
+    return f"{BIAS}.{window}"
+
+
+def windows_of(manifest: Manifest, span: LayerRange) -> list[int | None]:
+    """The different sliding windows of the span's layers."""
+    return list(dict.fromkeys(manifest.layers[layer].window for layer in span))
+
+
+def cache_shapes(manifest: Manifest, span: LayerRange, spec: StaticSpec) -> Iterable[tuple[str, tuple[int, ...]]]:
+    """("key.LAYER", [1, heads, slots, size]) of each cache, keys before values."""
+    for layer in span:
+        given = manifest.layers[layer]
+        for cache, size in zip(CACHES, (given.key_size, given.value_size), strict=True):
+            yield f"{cache}.{layer}", (1, given.kv_heads, spec.slots, size)
+
+
+class _Join:
+    """The graph so far: its inputs and outputs, and the tensor that the next part reads."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._inputs: dict[str, Any] = {}
+        self._presents: list[Any] = []
+        self._hidden: Any = None
+        self._output = "hidden_states_out"
+
+    def embed(self, part: ov.Model) -> None:
+        part.reshape({_TOKENS: [1, self._width]})
+        self._take(part, EMBED, {_TOKENS: _TOKENS})
+        self._hidden = _results(part)["hidden_states"]
+
+    def layer(self, part: ov.Model, layer: int, *, window: int | None) -> None:
+        names = {_HIDDEN: _HIDDEN, POSITIONS: POSITIONS, BIAS: bias_name(window)}
+        names |= {f"past_{cache}": f"past_{cache}.{layer}" for cache in CACHES}
+        self._take(part, layer_part(layer), names)
+        outputs = _results(part)
+        self._hidden = outputs["hidden_states_out"]
+        for cache in CACHES:
+            present = outputs[f"present_{cache}"]
+            present.tensor.set_names({f"present_{cache}.{layer}"})
+            self._presents.append(ops.result(present, name=f"present_{cache}.{layer}"))
+
+    def head(self, part: ov.Model, *, rows: int) -> None:
+        if rows:
+            wanted = ops.parameter([rows], ov.Type.i64, name=_ROWS)
+            wanted.output(0).tensor.set_names({_ROWS})
+            self._inputs[_ROWS] = wanted
+            axis = ops.constant(1, ov.Type.i64, name=f"{_ROWS}/axis")
+            self._hidden = ops.gather(self._hidden, wanted, axis, name=f"{_ROWS}/gather").output(0)
+        part.reshape({_HIDDEN: [1, rows or 1, part.input(_HIDDEN).partial_shape[2].get_length()]})
+        self._take(part, HEAD, {_HIDDEN: _HIDDEN})
+        self._hidden = _results(part)["logits"]
+        self._output = "logits"
+
+    def model(self, name: str) -> ov.Model:
+        result = ops.result(self._hidden, name="output")
+        model = ov.Model([result, *self._presents], list(self._inputs.values()), name)
+        model.outputs[0].tensor.set_names({self._output})
+        model.validate_nodes_and_infer_types()
+        return model
+
+    def _take(self, part: ov.Model, owner: str, names: dict[str, str]) -> None:
+        """Feed `part` from the graph so far; `names` says what its inputs are called here."""
+        for parameter in part.get_parameters():
+            port = parameter.output(0)
+            known = port.get_names() & names.keys()
+            if len(known) != 1:
+                found = sorted(port.get_names()) or [parameter.get_friendly_name()]
+                raise PackageError(f"{owner} has an input of unknown meaning, {', '.join(found)}: export it again")
+            name = names[known.pop()]
+            if name == _HIDDEN and self._hidden is not None:
+                source = self._hidden
+            elif name in self._inputs:
+                source = self._inputs[name].output(0)
+            else:
+                port.tensor.set_names({name})
+                parameter.set_friendly_name(name)
+                self._inputs[name] = parameter
+                if name == _HIDDEN:
+                    self._hidden = port
+                continue
+            if source.partial_shape != port.partial_shape:
+                raise PackageError(f"{owner} reads {name} {port.partial_shape}, and it is {source.partial_shape}")
+            for reader in list(port.get_target_inputs()):
+                reader.replace_source_output(source)
+
+
+def _results(part: ov.Model) -> dict[str, Any]:
+    """The tensors that leave a part, by each of their names."""
+    ports = [result.input(0).get_source_output() for result in part.get_results()]
+    return {name: port for port in ports for name in port.get_names()}

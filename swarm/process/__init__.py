@@ -1,0 +1,1 @@
+"""What belongs to the operating system: threads, priorities, child processes, folders, the event loop."""

@@ -1,0 +1,99 @@
+"""For whoever collects measurements: what is asked at each scrape, and one page over HTTP for it: GET /metrics, one
+request a connection, nothing else.
+
+On the floor so that a peer needs no web server for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from swarm.errors import ConfigError
+from swarm.transport.address import Address
+
+_MOST_HEAD = 8 << 10
+_PATIENCE_S = 5.0
+_MOST_AT_ONCE = 16
+_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Asked(Collector):
+    """Metrics that `state` tells at each scrape, and not before."""
+
+    def __init__(self, state: Callable[[], Iterator[Metric]]) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        return self._state()
+
+    def describe(self) -> list[Metric]:
+        return []  # so that registering asks nothing
+
+
+class ScrapePage:
+    """`page` makes what is served, at each request. Whoever says nothing for five seconds is let go."""
+
+    def __init__(self, page: Callable[[], bytes]) -> None:
+        self._page = page
+        self._server: asyncio.Server | None = None
+        self._callers = 0
+
+    @property
+    def port(self) -> int:
+        assert self._server is not None
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def start(self, place: Address) -> None:
+        """Raises ConfigError where it cannot listen at `place`."""
+        try:
+            self._server = await asyncio.start_server(self._serve, place.host, place.port, limit=_MOST_HEAD)
+        except OSError as error:
+            hint = "; choose another with --metrics HOST:PORT" if error.errno == errno.EADDRINUSE else ""
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+            raise ConfigError(f"metrics cannot be served at {place.place}: {reason}{hint}") from error
+
+    async def close(self) -> None:
+        """Idempotent. Who is being answered is not waited for."""
+        if self._server is not None:
+            self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._callers += 1
+        try:
+            if self._callers <= _MOST_AT_ONCE:
+                async with asyncio.timeout(_PATIENCE_S):
+                    writer.write(self._answer(await reader.readuntil(b"\r\n\r\n")))
+                    await writer.drain()
+                    writer.close()
+                    await writer.wait_closed()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass  # it is gone, or never meant to ask
+        finally:
+            self._callers -= 1
+            with contextlib.suppress(OSError):
+                writer.transport.abort()
+
+    def _answer(self, head: bytes) -> bytes:
+        words = head.partition(b"\r\n")[0].split(b" ")
+        if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
+            return _response("400 Bad Request", b"this is no HTTP request\n")
+        if words[0] not in (b"GET", b"HEAD"):
+            return _response("405 Method Not Allowed", b"only GET\n", "allow: GET, HEAD\r\n")
+        if words[1].partition(b"?")[0] != b"/metrics":
+            return _response("404 Not Found", b"there is only /metrics\n")
+        response = _response("200 OK", self._page())
+        return response.partition(b"\r\n\r\n")[0] + b"\r\n\r\n" if words[0] == b"HEAD" else response
+
+
+def _response(status: str, body: bytes, more: str = "") -> bytes:
+    head = (
+        f"HTTP/1.1 {status}\r\ncontent-type: {_TYPE}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n{more}\r\n"
+    )
+    return head.encode() + body

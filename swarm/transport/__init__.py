@@ -1,0 +1,1 @@
+"""Bytes over TLS: streams, requests and answers, listeners, addresses, keys."""

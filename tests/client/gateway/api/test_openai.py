@@ -1,0 +1,189 @@
+"""`swarm serve` before real peers, asked by OpenAI's own package."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from swarm.app.local_swarm import Member
+from tests.cases.town import Town
+from tests.client.gateway.real_gateway import all_at_home, real_gateway
+from tests.conftest import ChatIds, GreedyReference
+from tests.harness import ROOT, swarm_command, wait_until
+
+QUESTION = "What is the capital of France?"
+MESSAGES = [{"role": "user", "content": QUESTION}]
+STORY = "Once upon a time there was a"
+
+
+@dataclass
+class Served:
+    members: list[Member]
+    process: subprocess.Popen[str]
+    url: str
+    model: str
+
+
+@pytest.fixture(scope="module")
+def served(gateway_town: Town, smollm2_package: Path) -> Iterator[Served]:
+    """Two peers, a spare for the back, and a gateway."""
+    members = [gateway_town[name] for name in all_at_home(gateway_town, smollm2_package)]
+    with real_gateway(members[0].address) as gateway:
+        yield Served(members, gateway.process, gateway.url, gateway.model)
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def story(smollm2_tokenizer: object, greedy_reference: GreedyReference) -> list[str]:
+    """How the unsplit model goes on, after 1, 2, ... tokens."""
+    ids = smollm2_tokenizer.encode(STORY).input_ids.data[0].tolist()  # type: ignore[attr-defined]
+    after = greedy_reference(ids, 80)
+    return [str(smollm2_tokenizer.decode(after[:count])) for count in range(81)]  # type: ignore[attr-defined]
+
+
+def test_a_chat_is_answered_with_the_unsplit_models_words(
+    client: openai.OpenAI,
+    served: Served,
+    chat_ids: ChatIds,
+    greedy_reference: GreedyReference,
+    smollm2_tokenizer: object,
+) -> None:
+    ids = chat_ids(QUESTION)
+    expected = greedy_reference(ids, 8)
+    text = smollm2_tokenizer.decode(expected[:7])  # type: ignore[attr-defined]  # the eighth ends it
+    whole = client.chat.completions.create(model=served.model, messages=MESSAGES)  # type: ignore[arg-type]
+    assert whole.choices[0].message.content == text
+    assert whole.choices[0].finish_reason == "stop"
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(ids), 8)
+    streamed = client.chat.completions.create(model=served.model, messages=MESSAGES, stream=True)  # type: ignore[arg-type]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == text
+    # the next turn starts from what the peers have kept of this one
+    turns = [*MESSAGES, {"role": "assistant", "content": text}, {"role": "user", "content": "And of Italy?"}]
+    after = client.chat.completions.create(model=served.model, messages=turns, max_tokens=1)  # type: ignore[arg-type]
+    assert after.usage is not None
+    assert after.usage.prompt_tokens_details is not None
+    assert after.usage.prompt_tokens_details.cached_tokens
+
+
+def test_sixty_four_streams_at_once_are_all_exact(served: Served, story: list[str]) -> None:
+    async def ask(client: openai.AsyncOpenAI) -> str:
+        stream = await client.completions.create(model=served.model, prompt=STORY, max_tokens=6, stream=True)
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def main() -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=300
+        ) as client:
+            return await asyncio.gather(*(ask(client) for _ in range(64)))
+
+    before = psutil.Process(served.process.pid).memory_info().rss
+    assert asyncio.run(main()) == [story[6]] * 64
+    assert psutil.Process(served.process.pid).memory_info().rss - before < 100 << 20
+
+
+def test_biases_penalties_and_log_probabilities_come_from_the_last_hop(
+    client: openai.OpenAI, served: Served, story: list[str], smollm2_tokenizer: object
+) -> None:
+    plain = client.completions.create(model=served.model, prompt=STORY, max_tokens=8, logprobs=3)
+    assert plain.choices[0].text == story[8]
+    found = plain.choices[0].logprobs
+    assert found is not None
+    assert found.tokens is not None
+    assert "".join(found.tokens) == story[8]
+    assert found.top_logprobs is not None
+    assert all(len(top) == 3 for top in found.top_logprobs)
+    (usual,) = smollm2_tokenizer.encode(story[1], add_special_tokens=False).input_ids.data[0].tolist()  # type: ignore[attr-defined]
+    other = client.completions.create(model=served.model, prompt=STORY, max_tokens=1, logit_bias={str(usual): -100})
+    assert other.choices[0].text != story[1]
+    again = client.completions.create(model=served.model, prompt=STORY, max_tokens=40, frequency_penalty=2)
+    words = again.choices[0].text.split()
+    assert len(set(words)) > len(set(story[40].split()))
+
+
+def test_a_vanished_client_frees_every_hop(served: Served) -> None:
+    body = {"model": served.model, "prompt": STORY, "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
+        parts = response.iter_bytes()
+        next(parts)  # kept: a broken-off iterator would close the connection already
+        wait_until(lambda: _open_sessions(served) == 2, "its sessions are open")
+    gone_at = time.monotonic()
+    wait_until(lambda: _open_sessions(served) == 0, "its sessions are closed")
+    assert time.monotonic() - gone_at < 20  # a second at rest
+
+
+def test_a_peer_that_is_killed_in_the_middle_of_a_stream_changes_nothing_in_it(
+    client: openai.OpenAI, served: Served, story: list[str]
+) -> None:
+    stream = client.completions.create(model=served.model, prompt=STORY, max_tokens=80, stream=True)
+    text = ""
+    for number, chunk in enumerate(stream):
+        text += chunk.choices[0].text
+        if number == 20:
+            state = httpx.get(f"{served.url}/api/swarm", timeout=60).json()["models"][0]
+            (route,) = state["routes_in_use"]
+            victim = next(m for m in served.members if m.name == route["hops"][1]["name"])
+            victim.kill()
+    assert text == story[80]
+    page = httpx.get(f"{served.url}/metrics").text
+    assert f'swarm_gateway_reroutes_total{{model="{served.model}"}} 1.0' in page
+
+
+def test_a_signal_lets_the_answer_finish_and_ends_with_0(served: Served, story: list[str]) -> None:
+    assert httpx.get(f"{served.url}/health").json()["ready"] is True
+    body = {"model": served.model, "prompt": STORY, "max_tokens": 80, "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        served.process.send_signal(signal.SIGTERM)
+        assert "data: [DONE]" in list(lines)
+    assert served.process.wait(60) == 0
+
+
+def _open_sessions(served: Served) -> int:
+    """What the peers' own metrics say."""
+    pages = []
+    for member in served.members:
+        event = member.event("metrics")
+        assert event is not None
+        with contextlib.suppress(httpx.TransportError):
+            pages.append(httpx.get(event["metrics"]).text)
+    lines = [line for page in pages for line in page.splitlines() if line.startswith("swarm_peer_sessions ")]
+    return int(sum(float(line.split()[1]) for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "told"),
+    [
+        ("toy --initial-peer 127.0.0.1:1 --listen 0.0.0.0:0", {}, "--api-key-file"),
+        ("--initial-peer 127.0.0.1:1", {}, "--all"),
+        ("toy --demo", {}, "--demo"),
+        ("--demo --listen 192.0.2.1:8000 --no-auth", {}, "cannot listen at 192.0.2.1:8000"),
+        ("toy --initial-peer 127.0.0.1:1 --allow-origin site.example", {}, "site.example"),
+        ("", {"MODELS": "toy", "INITIAL_PEER": "127.0.0.1:1 nowhere", "ALL": "1"}, "'nowhere'"),
+        ("", {"API_KEY_FILE": "/nowhere/keys", "DEMO": "1"}, "/nowhere/keys"),
+    ],
+)
+def test_the_command_says_what_is_wrong_with_its_options(words: str, variables: dict[str, str], told: str) -> None:
+    environment = os.environ | {f"SWARM_SERVE_{name}": value for name, value in variables.items()}
+    command = swarm_command("serve", *words.split())
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert told in done.stderr

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from peer.config import JoinConfig
+from peer.loading.self_test import SelfTest
+from peer.loading.self_test_cache import PassedTest
+from peer.loading.span_files import Supply
+from swarm.app.local_swarm import LocalSwarm
+from swarm.errors import ConfigError
+from swarm.model.manifest import load_manifest
+from swarm.model.spans import LayerRange
+
+PASSED = SelfTest(numerics="f32/f32", layer_time_s=0.001, prefill_time_s=0.0001, engine="stateful", instead="no pages")
+
+
+@pytest.fixture
+def supply(tiny_packages: Mapping[str, Path]) -> Supply:
+    package = tiny_packages["llama"]
+    return Supply(
+        package=package, manifest=load_manifest(package), span=LayerRange(1, 3), memory=1 << 30, fetched=False
+    )
+
+
+@pytest.fixture
+def config(tmp_path: Path, supply: Supply) -> JoinConfig:
+    return JoinConfig(package=str(supply.package), cache_dir=tmp_path)
+
+
+def test_what_passed_is_there_for_one_start_and_comes_back_when_that_has_passed(
+    config: JoinConfig, supply: Supply
+) -> None:
+    passed = PassedTest.of(config, supply)
+    assert passed.take() is None
+    passed.put(PASSED)
+    assert PassedTest.of(config, supply).take() == replace(PASSED, remembered=True)
+    assert passed.take() is None  # that start has died
+    passed.put(replace(PASSED, remembered=True))
+    assert passed.take() == replace(PASSED, remembered=True)
+
+
+def test_another_span_or_setting_has_not_passed(config: JoinConfig, supply: Supply) -> None:
+    PassedTest.of(config, supply).put(PASSED)
+    others = [replace(config, precision="performance"), replace(config, threads=2), replace(config, engine="stateful")]
+    assert all(PassedTest.of(other, supply).take() is None for other in others)
+    assert PassedTest.of(config, replace(supply, span=LayerRange(1, 4))).take() is None
+    assert PassedTest.of(config, supply).take() is not None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"numerics": "f32/f32"}', '{"what": 1}'])
+def test_a_file_that_is_not_whole_counts_for_nothing(text: str, config: JoinConfig, supply: Supply) -> None:
+    passed = PassedTest.of(config, supply)
+    passed.put(PASSED)
+    passed.path.write_text(text)
+    assert passed.take() is None
+
+
+def test_where_nothing_can_be_written_nothing_is_remembered(config: JoinConfig, supply: Supply) -> None:
+    (config.cache_dir / "tests").write_text("in the way")
+    passed = PassedTest.of(config, supply)
+    passed.put(PASSED)
+    assert passed.take() is None
+
+
+def test_a_device_that_is_not_here_is_named(config: JoinConfig, supply: Supply) -> None:
+    with pytest.raises(ConfigError, match="'QPU'"):
+        PassedTest.of(replace(config, device="QPU"), supply)
+
+
+def test_a_peer_that_starts_again_is_tested_on_the_graph_that_it_serves(
+    tiny_packages: Mapping[str, Path], tmp_path: Path
+) -> None:
+    orders = []
+    for turn in range(2):
+        with LocalSwarm(tmp_path / str(turn), options=["--threads", "1", "--cache-dir", str(tmp_path)]) as swarm:
+            member = swarm.join(tiny_packages["llama"], LayerRange(0, 4))
+            swarm.wait()
+            orders.append([event["phase"] for event in member.events if event["phase"] in ("tested", "loaded")])
+            tested = member.event("tested")
+            assert tested is not None
+            assert tested["layer_time_s"] > 0
+            assert tested["numerics"] == "f32/f32"
+    assert orders == [["tested", "loaded"], ["loaded", "tested"]]

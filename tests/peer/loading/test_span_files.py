@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peer.announcing.record import Offer
+from peer.config import JoinConfig, SessionLimits
+from peer.loading.capacity import kv_token_bytes, needed_bytes
+from peer.loading.self_test import SelfTest
+from peer.loading.span_files import (
+    Supply,
+    check_supply,
+    choose_supply,
+    divide_memory,
+    fetch_supply,
+    held_layers,
+    reconsider,
+)
+from peer.report import Progress
+from peer.serving.queries import Shelf
+from peer.sessions.service import Load, Serving
+from swarm.discovery.directory import MemoryDirectory
+from swarm.discovery.records import PeerRecord
+from swarm.engine.base import Numerics
+from swarm.errors import ConfigError, DamagedFile, PackageError, UnknownModel
+from swarm.model.manifest import MANIFEST, FileEntry, Manifest, StaticSpec, describe_file, static_part
+from swarm.model.spans import LayerRange
+from swarm.transport.identity import Identity
+from tests.peer.toy_engine import LAYERS, ToyEngine, toy_manifest
+from tests.peer.toy_swarm import Host, client_hello, toy_peer
+
+ROOM = 2_000_000_000
+ME = "m" * 32
+
+
+class Heard:
+    """A Report that remembers."""
+
+    def __init__(self) -> None:
+        self.bars: list[tuple[int, int]] = []
+
+    def phase(self, phase: str, text: str, /, **facts: object) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    @contextmanager
+    def bar(self, text: str) -> Iterator[Progress]:
+        yield lambda done, total: self.bars.append((done, total))
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A toy package: files of a hundred bytes each, and a manifest that is true."""
+    folder = tmp_path / "toy"
+    folder.mkdir()
+    manifest = toy_manifest()
+    parts: dict[str, tuple[FileEntry, ...]] = {}
+    for part in manifest.parts:
+        path = folder / f"{part}.bin"
+        path.write_bytes(part.encode().ljust(100, b"."))
+        parts[part] = (describe_file(path),)
+    (folder / MANIFEST).write_bytes(replace(manifest, parts=parts).to_json())
+    return folder
+
+
+def config(package: str | Path, tmp_path: Path, **settings: Any) -> JoinConfig:
+    return JoinConfig(package=str(package), cache_dir=tmp_path / "cache", **{"max_memory": ROOM, **settings})
+
+
+def manifest_of(package: Path) -> Manifest:
+    return Manifest.from_json((package / MANIFEST).read_bytes())
+
+
+def record_of(host: Host, manifest: Manifest, shelf: Shelf, span: LayerRange) -> PeerRecord:
+    engine = ToyEngine(span)
+    serving = Serving(manifest=manifest, engine=engine, limits=SessionLimits(kv_total=10))
+    tested = SelfTest(numerics="f32/f32", layer_time_s=1e-3, prefill_time_s=1e-4)
+    offer = Offer.of(serving, shelf, tested, peer_id=host.identity.peer_id, incarnation=1, device="CPU")
+    load = Load(kv_free=10, kv_total=10, sessions=0, queue=0, state="serving", layer_time_s=None, prefill_time_s=None)
+    record = offer.record(load, name="toy", addresses=[host.address.place])
+    now = time.time()
+    return replace(record, announced_at=now, expires_at=now + 100)
+
+
+async def publish(directory: MemoryDirectory, host: Host, manifest: Manifest, shelf: Shelf, span: LayerRange) -> None:
+    record = record_of(host, manifest, shelf, span)
+    await directory.publish(record.seal(host.identity))
+    serving = Serving(manifest=manifest, engine=ToyEngine(span), limits=SessionLimits(kv_total=10))
+    tested = SelfTest(numerics="f32/f32", layer_time_s=1e-3, prefill_time_s=1e-4)
+    offer = Offer.of(serving, shelf, tested, peer_id=host.identity.peer_id, incarnation=1, device="CPU")
+    await directory.publish(replace(offer.model(), expires_at=record.expires_at).seal(host.identity))
+
+
+def test_a_directory_is_taken_as_it_is(package: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        supply = await choose_supply(config(package, tmp_path), None, client_hello(), peer_id=ME)
+        assert (supply.package, supply.span, supply.fetched) == (package, LayerRange(0, LAYERS), False)
+        part = await choose_supply(config(package, tmp_path, layers=LayerRange(1, 3)), None, client_hello(), peer_id=ME)
+        assert part.span == LayerRange(1, 3)
+        shelf = await check_supply(part, Heard())
+        assert held_layers(shelf) == (LayerRange(0, LAYERS),)
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_served_is_said_before_anything_is_loaded(package: Path, tmp_path: Path) -> None:
+    async def choose(what: str | Path, **settings: Any) -> Supply:
+        return await choose_supply(config(what, tmp_path, **settings), None, client_hello(), peer_id=ME)
+
+    for error, match, what, settings in (
+        (ConfigError, "is no package's directory here", "some-model", {}),
+        (PackageError, "is not a model package", tmp_path / "nowhere", {}),
+        (ConfigError, "layers 0:9 are not in toy, which has 6", package, {"layers": LayerRange(0, 9)}),
+        (
+            ConfigError,
+            "need 163 MB and this peer may take 100 MB",
+            package,
+            {"layers": LayerRange(0, 3), "max_memory": 100_000_000},
+        ),
+        (ConfigError, "hold no part of toy", package, {"max_memory": 100_000_000}),
+    ):
+        with pytest.raises(error, match=match):
+            asyncio.run(choose(what, **settings))
+
+
+def test_a_damaged_or_missing_file_of_the_span_is_named(package: Path, tmp_path: Path) -> None:
+    async def check(span: LayerRange) -> Shelf:
+        supply = await choose_supply(config(package, tmp_path, layers=span), None, client_hello(), peer_id=ME)
+        return await check_supply(supply, Heard())
+
+    (package / "layer_004.bin").unlink()
+    (package / "layer_002.bin").write_bytes(b"x" * 100)
+    with pytest.raises(DamagedFile, match=r"layer_002\.bin is damaged"):
+        asyncio.run(check(LayerRange(0, 3)))
+    with pytest.raises(DamagedFile, match=r"layer_004\.bin cannot be read"):
+        asyncio.run(check(LayerRange(3, LAYERS)))
+    # outside the span it only limits what is given away
+    rest = (LayerRange(0, 2), LayerRange(3, 4), LayerRange(5, LAYERS))
+    assert held_layers(asyncio.run(check(LayerRange(0, 2)))) == rest
+
+
+def test_a_name_is_looked_up_and_just_the_files_of_the_span_are_fetched(package: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        manifest = manifest_of(package)
+        shelf = Shelf(package=package, manifest=manifest, entries=tuple(manifest.files(manifest.parts)))
+        directory = MemoryDirectory()
+        async with toy_peer(shelf=shelf) as host:
+            await publish(directory, host, manifest, shelf, LayerRange(0, 4))
+            with pytest.raises(UnknownModel, match="this swarm serves toy"):
+                await choose_supply(config("other", tmp_path), directory, client_hello(), peer_id=ME)
+            supply = await choose_supply(
+                config("toy", tmp_path, layers=LayerRange(4, LAYERS)), directory, client_hello(), peer_id=ME
+            )
+            assert supply.fetched
+            heard = Heard()
+            await fetch_supply(supply, directory, client_hello(), heard)
+            held = await check_supply(supply, heard)
+            names = sorted(path.name for path in supply.package.glob("*.bin"))
+            assert names == ["head.bin", "layer_004.bin", "layer_005.bin", "tokenizer.bin"]
+            assert held_layers(held) == (LayerRange(4, LAYERS),)
+            assert heard.bars[-1] == (400, 400)
+
+    asyncio.run(main())
+
+
+def test_the_span_that_is_chosen_fills_the_gap(package: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        manifest = manifest_of(package)
+        shelf = Shelf(package=package, manifest=manifest, entries=tuple(manifest.files(manifest.parts)))
+        directory = MemoryDirectory()
+        async with toy_peer(shelf=shelf) as host:
+            await publish(directory, host, manifest, shelf, LayerRange(0, 4))
+            supply = await choose_supply(config(package, tmp_path), directory, client_hello(), peer_id=ME)
+            assert supply.span.last == LAYERS
+            assert supply.span.first == 4
+            # a peer's own earlier record is none of the others
+            own = await choose_supply(
+                config(package, tmp_path), directory, client_hello(), peer_id=host.identity.peer_id
+            )
+            assert own.span == LayerRange(0, LAYERS)
+
+    asyncio.run(main())
+
+
+def test_a_gap_that_another_filled_meanwhile_is_left_for_one_that_is_there_still(package: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        manifest = replace(manifest_of(package), grid=(0, 2, 4, LAYERS))
+        (package / MANIFEST).write_bytes(manifest.to_json())
+        shelf = Shelf(package=package, manifest=manifest, entries=tuple(manifest.files(manifest.parts)))
+        directory = MemoryDirectory()
+        # room for two layers with the cache that is asked for
+        tokens = manifest.context_length
+        room = needed_bytes(manifest, LayerRange(0, 2), kv="f32", kv_tokens=tokens)
+        settings = config(package, tmp_path, max_memory=room, kv_tokens=tokens)
+        supply = await choose_supply(settings, directory, client_hello(), peer_id=ME)
+        assert await reconsider(settings, supply, directory, peer_id=ME) is supply
+        async with toy_peer(shelf=shelf) as first, toy_peer(shelf=shelf) as second:
+            await publish(directory, first, manifest, shelf, supply.span)
+            better = await reconsider(settings, supply, directory, peer_id=ME)
+            assert better.span.overlap(supply.span) is None
+            asked_for = replace(settings, layers=supply.span)
+            assert await reconsider(asked_for, supply, directory, peer_id=ME) is supply
+            # nothing is missing any more: it is as good here as elsewhere
+            await publish(directory, second, manifest, shelf, LayerRange(0, LAYERS))
+            assert await reconsider(settings, supply, directory, peer_id=ME) is supply
+
+    asyncio.run(main())
+
+
+def test_memory_beside_the_span_is_divided(package: Path) -> None:
+    manifest = manifest_of(package)
+    whole = Supply(package=package, manifest=manifest, span=LayerRange(0, LAYERS), memory=ROOM, fetched=False)
+    tokens, left = divide_memory(whole, "f32", None)
+    assert tokens > 1000
+    assert needed_bytes(manifest, whole.span, kv="f32", kv_tokens=tokens) + left == ROOM
+    assert left >= (ROOM - needed_bytes(manifest, whole.span, kv="f32", kv_tokens=0)) // 2
+    single = replace(whole, span=LayerRange(2, 3))
+    assert divide_memory(single, "f32", None)[1] < 1000
+    assert divide_memory(whole, "f32", 77)[0] == 77
+    with pytest.raises(ConfigError, match="serve fewer layers or raise --max-memory"):
+        divide_memory(replace(whole, memory=1000), "f32", None)
+    paged, _ = divide_memory(whole, "f32", None, paged=True)
+    assert paged % 32 == 0
+    assert paged > tokens, "blocks do not grow by doubling"
+    each = kv_token_bytes(manifest, whole.span, "f32")
+    assert divide_memory(whole, "f32", None, kv_memory=100 * each)[0] == 100
+    assert divide_memory(whole, "f32", 40, paged=True)[0] == 40
+    with pytest.raises(ConfigError, match=r"--kv-memory 10\d* B holds \d+ tokens"):
+        divide_memory(whole, "f32", None, kv_memory=100, paged=True)
+
+
+def test_a_record_says_what_was_measured_last() -> None:
+    manifest, identity = toy_manifest(), Identity.generate()
+    serving = Serving(manifest=manifest, engine=ToyEngine(LayerRange(0, 2)), limits=SessionLimits(kv_total=10))
+    tested = SelfTest(numerics="f32/f32", layer_time_s=1e-3, prefill_time_s=1e-4)
+    shelf = Shelf(package=Path(), manifest=manifest, entries=())
+    offer = Offer.of(serving, shelf, tested, peer_id=identity.peer_id, incarnation=7, device="CPU")
+    load = Load(kv_free=4, kv_total=10, sessions=1, queue=2, state="leaving", layer_time_s=None, prefill_time_s=5e-4)
+    record = offer.record(load, name="n", addresses=["10.0.0.1:5"])
+    assert (record.layer_time_s, record.prefill_time_s, record.state) == (1e-3, 5e-4, "leaving")
+    assert record.numerics == Numerics(inference="f32", kv="f32")
+    assert PeerRecord.from_plain(record.to_plain()) == record
+    assert offer.model().layer_bytes == 1
+
+
+def test_static_graphs_are_supplied_where_the_engine_runs_them_alone(package: Path, tmp_path: Path) -> None:
+    manifest = manifest_of(package)
+    static = {static_part(layer): (FileEntry(path=f"s{layer}", size=1, sha256="0" * 64),) for layer in manifest.span}
+    with_static = replace(manifest, parts={**manifest.parts, **static}, static=StaticSpec(context=8, chunk=2))
+    (package / MANIFEST).write_bytes(with_static.to_json())
+
+    def supplied(**settings: Any) -> Supply:
+        return asyncio.run(choose_supply(config(package, tmp_path, **settings), None, client_hello(), peer_id=ME))
+
+    span = LayerRange(1, 3)
+    assert set(supplied(layers=span, engine="static").parts) >= {"static_001", "static_002", "layer_001", "layer_002"}
+    assert "static_000" not in supplied(layers=span, engine="static").parts
+    assert not set(static) & set(supplied(layers=span).parts)
+
+
+def test_an_engine_without_its_graphs_is_refused_before_anything_is_fetched(package: Path, tmp_path: Path) -> None:
+    with pytest.raises(PackageError, match=r"has no static graphs: export it with --static CONTEXT"):
+        asyncio.run(choose_supply(config(package, tmp_path, engine="static"), None, client_hello(), peer_id=ME))

@@ -1,0 +1,184 @@
+"""`swarm demo`: the unsplit model's text, and nothing left behind wherever it is interrupted."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import pytest
+
+from client.options import messages
+from swarm import __version__
+from swarm.app.demo import GRID, PROMPT, _log_folder, prepare_package, show_prompt
+from swarm.app.demo_model import SHA256
+from swarm.model.manifest import load_manifest
+from tests.conftest import ChatIds, GreedyReference
+from tests.export.package.test_from_graph import contents
+from tests.harness import PATIENCE_S, ROOT, ports_of, run_swarm, still_running, swarm_command, wait_until
+
+TOKENS = 32
+
+
+def test_on_a_new_machine_its_text_is_that_of_the_unsplit_model(
+    smollm2_gguf: Path,
+    smollm2_package: Path,
+    smollm2_tokenizer: Any,
+    chat_ids: ChatIds,
+    greedy_reference: GreedyReference,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its cache is empty. So what it exports is a second export of the file, too: the same, byte for byte."""
+    monkeypatch.setenv("SWARM_DEMO_MODEL", str(smollm2_gguf))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    done = run_swarm("demo", "--json", "--max-new-tokens", str(TOKENS), timeout=2 * PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    expected = greedy_reference(chat_ids(PROMPT), TOKENS)
+    assert not set(expected) & set(load_manifest(smollm2_package).eos_token_ids), "choose a prompt with a longer answer"
+    assert said["token_ids"] == expected
+    assert said["text"] == smollm2_tokenizer.decode(expected)
+    assert said["ttft_s"] > 0
+    assert said["tokens_per_second"] > 0
+    hops = said["hops"]
+    assert [hop["layers"] for hop in hops] == ["0:11", "11:26", "26:30"]
+    parts = ("network_s", "queue_s", "compute_s", "codec_s", "other_s")
+    whole = sum(hop[part] for hop in hops for part in parts) + said["return_s"] + said["client_s"]
+    assert whole == pytest.approx(said["token_s"], rel=0.05)
+    (exported,) = tmp_path.glob("*/demo/*/manifest.json")
+    assert contents(exported.parent) == contents(smollm2_package)
+
+
+def test_more_peers_than_the_grid_allows_are_refused(smollm2_gguf: Path) -> None:
+    done = run_swarm("demo", "--peers", "9")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0].startswith("error: 9 peers")  # before anything else is done
+
+
+@pytest.mark.parametrize(("error", "kept"), [(ValueError, True), (BrokenPipeError, False), (KeyboardInterrupt, False)])
+def test_logs_are_kept_where_something_failed(error: type[BaseException], kept: bool) -> None:
+    with pytest.raises(error), _log_folder() as folder:
+        raise error
+    assert folder.exists() == kept
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_filled_cache_is_used_although_nothing_can_be_written_there(
+    smollm2_gguf: Path, smollm2_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWARM_DEMO_MODEL", str(smollm2_gguf))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    place = fill(tmp_path, smollm2_gguf, smollm2_package)
+
+    def refused(_: Path) -> NoReturn:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("swarm.app.demo.locked", refused)
+    assert prepare_package(messages()) == place
+
+
+def fill(cache: Path, gguf: Path, package: Path) -> Path:
+    """Where a demo with this cache finds its package."""
+    place = cache / "aipc-swarm" / "demo" / f"{gguf.stem}-{SHA256[:12]}-{__version__}"
+    place.parent.mkdir(parents=True)
+    place.symlink_to(package)
+    return place
+
+
+def test_the_grid_that_the_demo_reckons_with_is_the_models(smollm2_package: Path) -> None:
+    assert load_manifest(smollm2_package).grid == GRID
+
+
+def test_a_prompt_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    show_prompt(messages(), "what does [/b] mean? :smile:")
+    assert "what does [/b] mean? :smile:" in capsys.readouterr().err
+
+
+class Run:
+    """A demo as a terminal would run it: a Ctrl-C goes to its whole process group."""
+
+    def __init__(self, folder: Path, cache: Path) -> None:
+        self.output = folder / "stdout"
+        self.errors = folder / "stderr"
+        environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
+        with self.output.open("wb") as out, self.errors.open("wb") as err:
+            self.process = subprocess.Popen(
+                swarm_command("demo", "--max-new-tokens", "400", "--peers", "2"),
+                cwd=ROOT,
+                env=environment | {"TMPDIR": str(folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+    @property
+    def children(self) -> list[psutil.Process]:
+        found: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+        return found
+
+    @property
+    def commands(self) -> Iterator[str]:
+        for child in self.children:
+            with suppress(psutil.Error):  # it has just ended
+                yield " ".join(child.cmdline())
+
+    def interrupt(self) -> None:
+        os.killpg(self.process.pid, signal.SIGINT)
+
+
+@contextmanager
+def running(folder: Path, cache: Path) -> Iterator[Run]:
+    run = Run(folder, cache)
+    try:
+        yield run
+    finally:
+        run.process.kill()
+        run.process.wait()
+
+
+def converts(run: Run) -> bool:
+    return any("LLMPipeline" in command for command in run.commands)
+
+
+def starts_peers(run: Run) -> bool:
+    return any("swarm.app.parent_watch" in command for command in run.commands)
+
+
+def answers(run: Run) -> bool:
+    return run.output.stat().st_size > 10
+
+
+@pytest.mark.parametrize("moment", [converts, starts_peers, answers])
+def test_an_interrupt_leaves_no_process_and_no_port(
+    moment: Callable[[Run], bool],
+    smollm2_gguf: Path,
+    smollm2_package: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SWARM_DEMO_MODEL", str(smollm2_gguf))
+    cache = tmp_path / "cache"
+    if moment is not converts:
+        fill(cache, smollm2_gguf, smollm2_package)
+    with running(tmp_path, cache) as run:
+        wait_until(lambda: moment(run) or run.process.poll() is not None, moment.__name__)
+        family = run.children
+        ports = ports_of(family)
+        assert family, run.errors.read_text()
+        run.interrupt()
+        assert run.process.wait(timeout=PATIENCE_S) == 130, run.errors.read_text()
+        assert still_running(family) == []
+        assert ports_of(family) == set()
+        assert (len(ports) >= 4) == (moment is answers)  # two peers, each with a DHT
+        assert "Traceback" not in run.errors.read_text()
+        assert list(tmp_path.glob("swarm-demo-*")) == []

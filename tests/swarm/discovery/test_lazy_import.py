@@ -1,0 +1,75 @@
+"""Packages whose `__init__` runs late, on a package on disk."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swarm.discovery.lazy_import import lazy_package
+from tests.test_house import loaded_by
+
+NAME = "lazy_toy"
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Its `__init__` takes a name of `inner.leaf`, which imports `inner.twig` by way of its parents."""
+    inner = tmp_path / NAME / "inner"
+    inner.mkdir(parents=True)
+    (tmp_path / NAME / "__init__.py").write_text(f"from {NAME}.inner.leaf import LEAF\nWHOLE = True\n")
+    (inner / "__init__.py").write_text("")
+    (inner / "leaf.py").write_text(f"import {NAME}.inner.twig as twig\nLEAF = twig.TWIG\n")
+    (inner / "twig.py").write_text("TWIG = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield NAME
+    for name in [name for name in sys.modules if name.partition(".")[0] == NAME]:
+        del sys.modules[name]
+
+
+def test_a_module_is_imported_and_its_packages_are_not_run(toy: str) -> None:
+    package = lazy_package(toy)
+    assert importlib.import_module(f"{toy}.inner.leaf").LEAF == 3
+    assert "WHOLE" not in vars(package)
+
+
+def test_a_name_that_is_missing_runs_the_package(toy: str) -> None:
+    package = lazy_package(toy)
+    leaf = importlib.import_module(f"{toy}.inner.leaf")
+    assert package.WHOLE is True
+    assert package.inner.leaf is leaf
+    assert importlib.import_module(toy) is package
+
+
+def test_a_name_that_it_does_not_have_is_missing(toy: str) -> None:
+    package = lazy_package(toy)
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="nonsense"):
+            _ = package.nonsense
+
+
+def test_a_lazy_package_inside_another_is_reached_through_it(toy: str) -> None:
+    package = lazy_package(toy)
+    inner = lazy_package(f"{toy}.inner")
+    assert package.inner is inner
+    assert vars(package).keys() == vars(lazy_package(toy)).keys()
+
+
+def test_a_package_that_is_there_stays_as_it_is(toy: str) -> None:
+    whole = importlib.import_module(toy)
+    assert lazy_package(toy) is whole
+    assert whole.WHOLE is True
+
+
+def test_a_package_that_is_not_installed_is_named() -> None:
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        lazy_package("no_such_package")
+
+
+def test_the_dht_comes_without_the_training_half_of_its_package() -> None:
+    statement = "import swarm.discovery.dht; swarm.discovery.dht.import_hivemind()"
+    assert loaded_by(statement, "torch", "scipy", "pydantic", "hivemind.averaging") == set()
+    assert loaded_by(statement, "hivemind.dht.node") == {"hivemind.dht.node"}
