@@ -13,7 +13,7 @@ from typing import Annotated, TextIO
 import typer
 
 from client.client import SwarmClient
-from client.config import AUTO, ClientConfig, GenerationConfig
+from client.config import AUTO, MAX_GUESSES, ClientConfig, GenerationConfig
 from client.generation.chat import ChatSession
 from client.generation.generate import Piece, Reply, collect
 from client.options import (
@@ -28,7 +28,6 @@ from client.options import (
     write_json,
 )
 from client.progress import Progress, describe
-from client.speculation.window import MOST_GUESSES
 from swarm.errors import ConfigError, ContextExceeded, SwarmError
 from swarm.process import event_loop
 
@@ -42,7 +41,7 @@ Seed = Annotated[int | None, typer.Option(help="The same seed draws the same tex
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeat it to name several.")]
 DraftTokens = Annotated[
     int | None,
-    typer.Option(min=0, max=MOST_GUESSES, help="Guess this many tokens a trip; left out, what is measured decides."),
+    typer.Option(min=0, max=MAX_GUESSES, help="Guess this many tokens a trip; left out, what is measured decides."),
 ]
 System = Annotated[str | None, typer.Option(help="What the model is told before everything else.")]
 

@@ -11,16 +11,17 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from client.speculation.window import MOST_GUESSES, MOST_WINDOWS
-from swarm.engine.base import Numerics
 from swarm.engine.choice import ENGINE_CHOICES, EngineChoice
 from swarm.errors import ConfigError
+from swarm.model.numerics import Numerics
 from swarm.process.folders import cache_folder
 from swarm.sampling import Sampling
 from swarm.wire.messages import MAX_STEP_TOKENS
 from swarm.wire.tensors import HIDDEN_DTYPES
 
 _MAX_STOPS = 64
+MAX_GUESSES = 32
+MAX_WINDOWS = 8
 AUTO, NGRAM, OFF = "auto", "ngram", "off"
 """What `draft` can be beside a model package's directory."""
 
@@ -89,9 +90,9 @@ class GenerationConfig(_Named):
         whole("max_new_tokens", self.max_new_tokens, 1, 1 << 31)
         whole("max_ngram_size", self.max_ngram_size, 1, 16)
         if self.num_assistant_tokens is not None:
-            whole("num_assistant_tokens", self.num_assistant_tokens, 0, MOST_GUESSES)
+            whole("num_assistant_tokens", self.num_assistant_tokens, 0, MAX_GUESSES)
         if self.draft_windows is not None:
-            whole("draft_windows", self.draft_windows, 1, MOST_WINDOWS)
+            whole("draft_windows", self.draft_windows, 1, MAX_WINDOWS)
         if not isinstance(self.draft, (str, Path)) or not str(self.draft):
             raise ConfigError(f"draft is {self.draft!r}; it must be auto, ngram, off or a model package's directory")
         for name in ("do_sample", "ignore_eos"):

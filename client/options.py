@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 
 from client.config import GenerationConfig
-from swarm.engine.base import Numerics
 from swarm.errors import ConfigError
 from swarm.model.manifest import Manifest, load_manifest, package_folder
+from swarm.model.numerics import Numerics
 from swarm.transport.address import Address
 
 USUAL_SESSION_TOKENS = 128 + GenerationConfig.max_new_tokens

@@ -19,9 +19,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from peer.config import JoinConfig, parse_bytes
 from peer.report import Progress as Hear
 from peer.report import Report
-from swarm.engine.base import Precision
 from swarm.engine.choice import EngineChoice
 from swarm.engine.memory import one_heap
+from swarm.model.numerics import Precision
 from swarm.model.spans import LayerRange
 from swarm.process import event_loop
 from swarm.process.folders import cache_folder

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm.engine.base import PRECISIONS
 from swarm.engine.choice import EngineKind, resolve_engine
 from swarm.errors import ConfigError
+from swarm.model.numerics import PRECISIONS
 from swarm.model.spans import LayerRange
 from swarm.transport.address import Address
 

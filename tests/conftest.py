@@ -308,7 +308,9 @@ def made(kind: str, make: Callable[[Path], None], *inputs: bytes) -> Path:
 
 
 def _exporter() -> list[bytes]:
-    return [path.read_bytes() for path in sorted([*ROOT.glob("export/**/*.py"), ROOT / "swarm" / "model" / "manifest.py"])]
+    return [
+        path.read_bytes() for path in sorted([*ROOT.glob("export/**/*.py"), ROOT / "swarm" / "model" / "manifest.py"])
+    ]
 
 
 def _stamp(path: Path) -> bytes:

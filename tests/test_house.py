@@ -24,7 +24,65 @@ def module_name(path: Path) -> str:
 ROOF = {module_name(path) for path in SOURCES if path.is_relative_to("swarm/app")} | {"swarm.__main__"}
 OPENVINO = ("swarm/engine/", "peer/loading/self_test.py", "export/", "swarm/app/doctor.py")
 GENAI = ("client/generation/tokenizer.py", "export/", "swarm/app/doctor.py")
-MOST_LINES = 400
+MAX_LINES = 400
+MAX_FILES = 14
+
+FLOORS = {
+    # package -> its floors, the top one first: a file imports from its own folder or from lower floors
+    "swarm": [
+        "__main__",
+        "app",
+        "routing",
+        "discovery",
+        "engine",
+        "process",
+        "transport",
+        "wire",
+        "model",
+        "sampling",
+        "errors",
+    ],
+    "swarm.engine": ["choice", "paged static", "compose", "stateful", "ledger", "steps device", "base cache memory"],
+    "peer": [
+        "cli",
+        "lifecycle",
+        "announcing",
+        "loading",
+        "serving",
+        "sessions",
+        "batching connections",
+        "report config",
+    ],
+    "client": [
+        "gateway cli",
+        "progress",
+        "client",
+        "generation",
+        "metrics",
+        "speculation inspector",
+        "pipeline options",
+        "config events",
+    ],
+    "client.gateway": [
+        "run",
+        "app",
+        "completions",
+        "metrics swarm_view",
+        "admission model_pool",
+        "http",
+        "api config",
+        "keys",
+    ],
+    "export": ["cli inspect_cli", "request progress", "package", "verify", "checkpoint", "graph", "sources"],
+    "reproduction": [
+        "__main__",
+        "engine network speculation serving export",
+        "bounds",
+        "harness",
+        "models",
+        "experiment",
+    ],
+}
 
 
 def imports_of(path: Path) -> Iterator[str]:
@@ -35,7 +93,7 @@ def imports_of(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
             yield node.module or ""
-            # `from swarm import dht` names a module too
+            # `from swarm.discovery import dht` names a module too
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
@@ -49,7 +107,35 @@ def importers_of(*names: str) -> set[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=str)
 def test_a_file_holds_one_idea(path: Path) -> None:
-    assert len((ROOT / path).read_text().splitlines()) <= MOST_LINES
+    assert len((ROOT / path).read_text().splitlines()) <= MAX_LINES
+
+
+def uphill(package: str) -> Iterator[str]:
+    """Imports inside `package` that go up, or across to another folder of the same floor."""
+    floor_of = {name: number for number, names in enumerate(FLOORS[package]) for name in names.split()}
+    folder = ROOT / package.replace(".", "/")
+    for path in sorted(folder.rglob("*.py")):
+        here = path.relative_to(folder).with_suffix("").parts[0]
+        if here == "__init__":
+            continue
+        assert here in floor_of, f"{package} has no floor for {here}"
+        for module in imports_of(path.relative_to(ROOT)):
+            if module.startswith(f"{package}."):
+                there = module.removeprefix(f"{package}.").partition(".")[0]
+                is_down = floor_of.get(there, len(floor_of)) > floor_of[here]
+                if there != here and there in floor_of and not is_down:
+                    yield f"{path.relative_to(ROOT)} imports {module}"
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_imports_go_down_the_floors_of_a_package(package: str) -> None:
+    assert sorted(set(uphill(package))) == []
+
+
+@pytest.mark.parametrize("folder", sorted({str(path.parent) for path in SOURCES} | {"reproduction"}))
+def test_a_folder_holds_about_a_dozen_files(folder: str) -> None:
+    files = [path for path in (ROOT / folder).glob("*.py") if path.name != "__init__.py"]
+    assert len(files) <= MAX_FILES
 
 
 @pytest.mark.parametrize("package", ["peer", "client", "export"])

@@ -13,13 +13,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swarm.discovery.records import LEAVING, Link, ModelRecord, PeerRecord
+from swarm.discovery.records import LEAVING, ModelRecord, PeerRecord
 from swarm.errors import NotCovered, PeerUnreachable, SwarmError
 from swarm.model.memory_footprint import kv_bytes, layer_bytes
 from swarm.model.spans import LayerRange, coverage, gaps
 from swarm.routing.choose import choose_route, sift
 from swarm.routing.plan import Alternative, LeftOut, Route, RouteRequest
-from swarm.transport.channel import Channel, measure_link
+from swarm.transport.channel import Channel
+from swarm.transport.link import LinkQuality, measure_link
 from swarm.wire.messages import Hello
 
 SCHEMA = 1
@@ -28,7 +29,7 @@ _PAYLOAD = 64 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredLink(Link):
+class MeasuredLink(LinkQuality):
     """`problem` says why there is no way; empty where there is one."""
 
     problem: str = ""
@@ -223,10 +224,10 @@ def _view(
     )
 
 
-Probe = Callable[[PeerRecord, Hello, float], Awaitable[Link]]
+Probe = Callable[[PeerRecord, Hello, float], Awaitable[LinkQuality]]
 
 
-async def probe(record: PeerRecord, hello: Hello, timeout: float) -> Link:
+async def probe(record: PeerRecord, hello: Hello, timeout: float) -> LinkQuality:
     """Connect to the very process that announced `record`, and measure the way. Raises SwarmError."""
     channel = await Channel.open(record.places, hello, timeout=timeout)
     try:

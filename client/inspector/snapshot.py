@@ -10,9 +10,9 @@ from swarm.discovery.directory import Directory
 from swarm.discovery.download import fetch_manifest
 from swarm.discovery.records import PeerRecord
 from swarm.discovery.remote_directory import find_model, find_peers
-from swarm.engine.base import Numerics
 from swarm.errors import DirectoryError, PeerError, RemoteProtocolError, UnknownModel
 from swarm.model.manifest import Manifest
+from swarm.model.numerics import Numerics
 from swarm.routing.plan import Objective, RouteRequest
 from swarm.transport.channel import Channel
 from swarm.transport.hello import client_hello

@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from client.config import ClientConfig
-from swarm.discovery.records import Link, PeerRecord
+from swarm.discovery.records import PeerRecord
 from swarm.errors import PeerLost, PeerUnreachable, SwarmError
-from swarm.transport.channel import Channel, measure_link
+from swarm.transport.channel import Channel
+from swarm.transport.link import LinkQuality, measure_link
 from swarm.wire.message import Message
 from swarm.wire.messages import Failure, Hello, Leaving, Output
 
 T = TypeVar("T")
 _MEASURED = 64
 _MEASURED_AT_ONCE = 16
-_NO_WAY = Link(rtt_s=math.inf)
+_NO_WAY = LinkQuality(rtt_s=math.inf)
 _NO_WAY_KEPT_S = 5.0
 
 
@@ -61,7 +62,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class _Measured:
-    link: Link
+    link: LinkQuality
     incarnation: int
     until: float
 
@@ -131,13 +132,13 @@ class Lines:
             await self._end(before, "the peer was restarted")
         return line
 
-    async def measure(self, records: Iterable[PeerRecord]) -> dict[str, Link]:
+    async def measure(self, records: Iterable[PeerRecord]) -> dict[str, LinkQuality]:
         """The way to each peer, measured now or a little while ago; infinite where there is none.
 
         Of very many peers only the first are measured. Bounded by `measure_timeout_s`.
         """
         now, config = self._clock(), self._config
-        links: dict[str, Link] = {}
+        links: dict[str, LinkQuality] = {}
         missing = []
         for record in list(records)[:_MEASURED]:
             known = self._measured.get(record.peer_id)

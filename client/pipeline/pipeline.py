@@ -23,8 +23,8 @@ from client.pipeline.connections import Lines
 from client.pipeline.deadlines import pace_of
 from client.pipeline.hop import Hop
 from client.pipeline.planner import Planner
+from client.pipeline.prefix import common_prefix
 from client.pipeline.retry_budget import Trouble
-from client.speculation.draft import common_prefix
 from swarm.engine.paged.blocks import first_name, names_of, pack_names
 from swarm.errors import (
     DirectoryError,

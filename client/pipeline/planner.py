@@ -12,7 +12,7 @@ from client.config import ClientConfig
 from client.pipeline.connections import Lines
 from client.pipeline.peer_health import Bans
 from swarm.discovery.directory import Directory
-from swarm.discovery.records import LEAVING, Link, PeerRecord
+from swarm.discovery.records import LEAVING, PeerRecord
 from swarm.discovery.remote_directory import find_peers
 from swarm.errors import (
     ContextExceeded,
@@ -27,10 +27,11 @@ from swarm.errors import (
 from swarm.model.manifest import Manifest
 from swarm.routing.choose import choose_route, replan
 from swarm.routing.plan import Plan, RouteRequest
+from swarm.transport.link import LinkQuality
 from swarm.wire.tensors import WIRE_SIZES
 
 _APART_S = 60.0
-_NO_WAY = Link(rtt_s=math.inf)
+_NO_WAY = LinkQuality(rtt_s=math.inf)
 
 
 class Planner:

@@ -47,21 +47,6 @@ class Draft(Protocol):
         """The oldest `n` guesses are sure. A `correction` follows them, and the guesses after them were wrong."""
 
 
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many of the first ids are the same."""
-    one, other = list(one), list(other)
-    if one == other[: len(one)]:
-        return len(one)  # nearly always
-    low, high = 0, min(len(one), len(other))  # the first `low` are the same; by halves, since slices compare fast
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
 class Line:
     """The ids of a text: `sure` of them certain, guesses after that."""
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from client.speculation.draft import Line, common_prefix
+from client.pipeline.prefix import common_prefix
+from client.speculation.draft import Line
 from client.speculation.draft_thread import DraftThread, Feed
 from swarm.engine.base import Engine, Step
 from swarm.errors import ConfigError, EngineError, UnsupportedModel

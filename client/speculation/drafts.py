@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from client.config import AUTO, NGRAM, OFF, ClientConfig, GenerationConfig
+from client.config import AUTO, MAX_GUESSES, NGRAM, OFF, ClientConfig, GenerationConfig
 from client.events import Event, OnEvent, Stage
 from client.speculation.draft import Draft, NgramDraft
 from client.speculation.draft_model import DraftModel, ModelDraft, check_same_vocabulary
 from client.speculation.speculation import Guesser
 from client.speculation.tuner import Learned, Prior, Tuner
-from client.speculation.window import MOST_GUESSES
 from swarm.errors import ConfigError
 from swarm.model.manifest import Manifest, load_manifest, package_folder
 
@@ -142,7 +141,7 @@ class SessionDrafts:
         if package is None:
             return NgramDraft(max_ngram_size)
         model = await self._drafts.model(package)
-        return model.draft(self._max_tokens + MOST_GUESSES)
+        return model.draft(self._max_tokens + MAX_GUESSES)
 
 
 def _close(draft: Draft | None) -> None:

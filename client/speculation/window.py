@@ -21,8 +21,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-MOST_GUESSES = 32
-MOST_WINDOWS = 8
+from client.config import MAX_GUESSES
+
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 _DEPTHS = (1, 2, 3, 4, 6, 8)
 _HORIZON = 96
@@ -119,7 +119,7 @@ def others_busy(depth: int, hop_count: int) -> int:
 
 
 def rate_of(window: Window, costs: Costs, survival: Sequence[float]) -> float:
-    """Tokens a second. `survival` [MOST_GUESSES + 1 ...]: S(1), S(2) and so on."""
+    """Tokens a second. `survival` [MAX_GUESSES + 1 ...]: S(1), S(2) and so on."""
     size = window.k + 1
     drafting, trip = window.k * costs.draft_s, costs.trip_s(size)
     if window.depth == 1:
@@ -138,7 +138,7 @@ def choose_window(
     k: int | None = None,
     depth: int | None = None,
     now: Window = NO_DRAFT,
-    most_guesses: int = MOST_GUESSES,
+    most_guesses: int = MAX_GUESSES,
 ) -> Window:
     """The window that earns most. `chances`: that the next guess is right, that the one after it is then, and so on.
 

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export.sources.source import last_line
+from export.sources.source import last_line, read_json
 from swarm.errors import ConfigError, DamagedFile, PackageError
 
 CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 100 << 20  # safetensors' own limit
-_MAX_JSON = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,21 +90,6 @@ def fetch_checkpoint(name: str) -> Path:
             f"{name} is neither a file or directory here nor a model that the hub gives ({last_line(error)}): "
             "name a GGUF file, a directory, or a hub id OWNER/MODEL"
         ) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """An object, empty where there is no file. Raises DamagedFile for anything else."""
-    if not path.is_file():
-        return {}
-    try:
-        if path.stat().st_size > _MAX_JSON:
-            raise DamagedFile(f"{path} has {path.stat().st_size} bytes, too many for such a file: fetch it again")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise DamagedFile(f"{path} cannot be read as JSON ({error}): fetch it again") from error
-    if not isinstance(value, dict):
-        raise DamagedFile(f"{path} holds no JSON object: fetch it again")
-    return value
 
 
 def _files(directory: Path) -> list[Path]:

@@ -24,10 +24,11 @@ from export.checkpoint.one_layer import Decoder
 from export.checkpoint.tokenizer import write_tokenizer
 from export.checkpoint.torch_stack import versions
 from export.graph.compress import F16, INT4, INT8, KEEP, Format, weight_format
+from export.graph.part_file import parts_of, save_part, structure
 from export.graph.stateful import drop_beam_gathers
 from export.graph.static import check_fits, write_static
 from export.package.journal import Journal, PartRecord
-from export.package.output import check_free, parts_of, put_in_place, save_part, structure
+from export.package.output import check_free, put_in_place
 from export.package.parts import Piece, Pieces, Weigh
 from export.package.row_blocks import compress_rows
 from export.sources.openvino_ir import facts, windows_of

@@ -17,10 +17,11 @@ from export.checkpoint.checkpoint import is_checkpoint
 from export.graph.compress import GROUP, KEEP, Format, check_compressible, weight_format
 from export.graph.cut import cut_embed, cut_head, cut_layer, read_graph, read_ir
 from export.graph.layers import CausalGraph, Layer
+from export.graph.part_file import parts_of, save_part, structure
 from export.graph.stateful import drop_beam_gathers, prepare
 from export.graph.static import check_fits, write_static
 from export.package.from_checkpoint import export_checkpoint
-from export.package.output import check_free, parts_of, put_in_place, save_part, structure, workspace
+from export.package.output import check_free, put_in_place, workspace
 from export.sources.gguf import read_gguf_source
 from export.sources.openvino_ir import read_ir_source
 from export.sources.source import IR_NAME, ModelSource, Progress, silent, slug

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from export.checkpoint.checkpoint import read_json
+from export.sources.source import read_json
 from swarm.errors import DamagedFile, PackageError
 from swarm.model.manifest import FileEntry, LayerSpec, check_files
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from export.checkpoint.checkpoint import read_json
-from export.sources.source import IR_NAME, UNKNOWN, ModelSource, eos_of_tokenizer, tokenizer_files
+from export.sources.source import IR_NAME, UNKNOWN, ModelSource, eos_of_tokenizer, read_json, tokenizer_files
 from swarm.errors import PackageError
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from swarm.errors import PackageError
+from swarm.errors import DamagedFile, PackageError
 
 Progress = Callable[[str, int, int], None]
 """Hears (what is being done, steps done, steps in all); 0 in all where that is not known."""
 
+_MAX_JSON = 64 << 20
 IR_NAME = "openvino_model.xml"
 UNKNOWN = "unknown"
 
@@ -108,3 +111,18 @@ def last_line(error: object) -> str:
     """What a multi-line message of OpenVINO ends in, which is the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object, empty where there is no file. Raises DamagedFile for anything else."""
+    if not path.is_file():
+        return {}
+    try:
+        if path.stat().st_size > _MAX_JSON:
+            raise DamagedFile(f"{path} has {path.stat().st_size} bytes, too many for such a file: fetch it again")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise DamagedFile(f"{path} cannot be read as JSON ({error}): fetch it again") from error
+    if not isinstance(value, dict):
+        raise DamagedFile(f"{path} holds no JSON object: fetch it again")
+    return value

@@ -19,7 +19,7 @@ from export.checkpoint.checkpoint import Checkpoint
 from export.checkpoint.families import check_family
 from export.checkpoint.one_layer import Decoder
 from export.checkpoint.torch_stack import versions
-from export.package.output import parts_of
+from export.graph.part_file import parts_of
 from export.sources.source import Progress, silent
 from export.verify.reference import Ends, Floats, deviation, passages, random_hidden, run_layer
 from export.verify.runner import Runner, Step

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from export.package.output import structure
+from export.graph.part_file import structure
 from export.sources.source import Progress, silent
 from swarm.engine.base import Engine, Step
 from swarm.engine.compose import open_engine

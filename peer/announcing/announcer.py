@@ -20,16 +20,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from swarm.discovery.directory import MAX_TTL_S, Directory
-from swarm.discovery.records import LEAVING, MAX_LINKS, Link, ModelRecord, PeerRecord
+from swarm.discovery.records import LEAVING, MAX_LINKS, ModelRecord, PeerRecord
 from swarm.discovery.remote_directory import find_peers
 from swarm.errors import ConfigError, DirectoryError, PeerStalled, SwarmError
-from swarm.transport.channel import Channel, measure_link
+from swarm.transport.channel import Channel
 from swarm.transport.identity import Identity
+from swarm.transport.link import LinkQuality, measure_link
 from swarm.wire.messages import Hello
 
 _LATER_S = 1e-3
 _LEAVE_TIMEOUT_S = 3.0
-_UNREACHABLE = Link(rtt_s=math.inf)
+_UNREACHABLE = LinkQuality(rtt_s=math.inf)
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Announcer:
         self._left = asyncio.Event()
 
     @property
-    def links(self) -> dict[str, Link]:
+    def links(self) -> dict[str, LinkQuality]:
         """What was measured last, by peer id."""
         return {peer: way.link for peer, way in self._ways.items() if way.link is not None}
 
@@ -192,7 +193,7 @@ class _Way:
 
     def __init__(self, config: AnnounceConfig) -> None:
         self.record: PeerRecord | None = None
-        self.link: Link | None = None
+        self.link: LinkQuality | None = None
         self._config = config
         self._channel: Channel | None = None
         self._bytes_per_s = 0.0

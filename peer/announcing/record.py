@@ -10,8 +10,8 @@ from peer.loading.span_files import held_layers
 from peer.serving.queries import Shelf
 from peer.sessions.service import Load, Serving
 from swarm.discovery.records import ModelRecord, PeerRecord
-from swarm.engine.base import Numerics
 from swarm.model.manifest import Manifest, layer_part
+from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange
 from swarm.transport.hello import SOFTWARE
 

@@ -12,13 +12,14 @@ from peer.loading.self_test import SelfTest
 from peer.loading.span_files import Supply, divide_memory
 from peer.sessions.segments import Builder
 from peer.sessions.service import Serving
-from swarm.engine.base import Engine, Numerics
+from swarm.engine.base import Engine
 from swarm.engine.choice import open_chosen_engine
 from swarm.engine.paged.engine import PagedEngine
 from swarm.engine.paged.spill import Spill
 from swarm.engine.paged.store import KvStore
 from swarm.errors import ConfigError
 from swarm.model.memory_footprint import in_words, step_bytes, weight_bytes
+from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange
 
 _log = logging.getLogger(__name__)

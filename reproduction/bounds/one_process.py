@@ -10,7 +10,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from client.pipeline.circuit import Answer
-from client.speculation.draft import common_prefix
+from client.pipeline.prefix import common_prefix
+from client.speculation.draft import Draft
+from client.speculation.speculation import Guesser, Speculation, SpeculationReport
+from client.speculation.tuner import Prior, Tuner
 from swarm.engine.base import Engine, Step
 from swarm.errors import SwarmError
 from swarm.model.manifest import StaticSpec
@@ -93,3 +96,26 @@ class EnginePipeline:
         answer = Answer(forward=forward, output=output, sent_at=began, received_at=now)
         self.on_answer(answer)
         return answer
+
+
+async def write(
+    engine: Engine, prompt: list[int], count: int, draft: Draft | None, *, k: int | None = None
+) -> tuple[float, list[int], SpeculationReport | None]:
+    """Seconds from the first token to the last, the tokens, and how guessing went."""
+    loop = asyncio.get_running_loop()
+    guesser = None
+    if draft is not None:
+        tuner = Tuner(Prior(chance=0.6, draft_s=0.002), free_guesses=draft.instant, k=k, depth=1)
+        guesser = Guesser(draft, tuner, loop.time)
+    pipeline = EnginePipeline(engine, len(prompt) + count)
+    known = list(prompt)
+    speculation = Speculation(pipeline, known, Sampling(), limit=len(prompt) + count - 1, guesser=guesser)  # type: ignore[arg-type]
+    pipeline.on_answer = speculation.hear
+    await speculation.next()
+    began = loop.time()
+    while len(known) < len(prompt) + count:
+        await speculation.go_on()
+        await speculation.next()
+    took = loop.time() - began
+    await speculation.close()
+    return took, known[len(prompt) :][:count], speculation.report()

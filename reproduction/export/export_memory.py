@@ -25,7 +25,7 @@ _ALLOWANCE = 1_500_000_000
 _EXPORT = """
 import re, sys
 from pathlib import Path
-from swarm import telemetry
+from swarm.process import telemetry
 telemetry.switch_off()
 from export.package.from_graph import export_package
 export_package(Path(sys.argv[1]), Path(sys.argv[2]), weights="int4")

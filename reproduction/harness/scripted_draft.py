@@ -14,6 +14,9 @@ import numpy as np
 from client.speculation.draft import Line
 from swarm.sampling import Sampling
 
+GUESSES = 3
+SHARE = 0.2  # of the target's time that the draft is charged for each guess
+
 
 class ScriptedDraft:
     """`client.speculation.draft.Draft` over `text`, the whole line from the prompt's first id on; silent at its end."""
@@ -68,3 +71,15 @@ class ScriptedDraft:
     def _at(self, position: int) -> int:
         wrong = np.random.Generator(np.random.Philox(key=[self._seed, position])).random() < self._errors
         return self._text[position] ^ int(wrong)
+
+
+def chance_of(acceptance: float) -> float:
+    """The chance of each guess whose predecessors were right, from the share of all `GUESSES` a trip accepted."""
+    low, high = 0.0, 1.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        if sum(middle**i for i in range(1, GUESSES + 1)) / GUESSES < acceptance:
+            low = middle
+        else:
+            high = middle
+    return low

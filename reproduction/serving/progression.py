@@ -17,10 +17,9 @@ from reproduction.bounds.unsplit import Single
 from reproduction.experiment import ROUNDS_OF_ONE, Report, Row, Say, interleaved, median_ratio, medians
 from reproduction.harness.local import even
 from reproduction.harness.machine import machine
-from reproduction.harness.scripted_draft import ScriptedDraft
+from reproduction.harness.scripted_draft import GUESSES, SHARE, ScriptedDraft, chance_of
 from reproduction.harness.users import crowd_on, prompts_of
 from reproduction.models.real import smollm2
-from reproduction.speculation.speculation import GUESSES, SHARE, chance_of
 
 TOKENS = 96
 ACCEPTANCE = 0.707

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from client.client import SwarmClient
 from client.config import GenerationConfig
 from client.generation.generate import collect
+from reproduction.bounds.one_process import write
 from reproduction.experiment import Report, Row, Say, interleaved, median_ratio, medians
 from reproduction.harness.drafting import draft_with, timed
 from reproduction.harness.far import prefix
@@ -23,7 +24,6 @@ from reproduction.harness.peers import pinned_swarm
 from reproduction.harness.prompt_kinds import KINDS
 from reproduction.harness.scripted_draft import ScriptedDraft
 from reproduction.models.real import Model, smollm2
-from reproduction.speculation.speculation import write
 from swarm.engine.compose import open_engine
 
 SIZES = (2, 3, 5, 7, 10)

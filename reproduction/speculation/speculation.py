@@ -19,22 +19,18 @@ import openvino_genai
 
 from client.speculation.draft import Draft, NgramDraft
 from client.speculation.draft_model import DraftModel
-from client.speculation.speculation import Guesser, Speculation, SpeculationReport
-from client.speculation.tuner import Prior, Tuner
-from reproduction.bounds.one_process import EnginePipeline
+from client.speculation.speculation import SpeculationReport
+from reproduction.bounds.one_process import write
 from reproduction.experiment import Report, Row, Say
 from reproduction.harness.machine import machine
 from reproduction.harness.prompt_kinds import KINDS
-from reproduction.harness.scripted_draft import ScriptedDraft
+from reproduction.harness.scripted_draft import GUESSES, SHARE, ScriptedDraft, chance_of
 from reproduction.models.checkpoints import llama_1b_shaped
 from reproduction.models.real import Model, smollm2, smollm2_f16
 from swarm.engine.base import Engine
 from swarm.engine.compose import open_engine
-from swarm.sampling import Sampling
 
 TOKENS = 128
-GUESSES = 3
-SHARE = 0.2  # of the target's time that the scripted draft is charged
 _SCRIPTS = 12
 _ACCEPTANCES = {0.93: 1.50, 0.707: 1.33, 0.50: 1.11}  # and what was published of each
 DraftOf = Callable[[list[int], float], Draft]
@@ -163,38 +159,3 @@ class Bench:
         self, ids: Sequence[int], tokens: int, draft: Draft | None = None, *, k: int | None = None
     ) -> tuple[float, list[int], SpeculationReport | None]:
         return self._runner.run(write(self._engine, list(ids), tokens, draft, k=k))
-
-
-async def write(
-    engine: Engine, prompt: list[int], count: int, draft: Draft | None, *, k: int | None = None
-) -> tuple[float, list[int], SpeculationReport | None]:
-    """Seconds from the first token to the last, the tokens, and how guessing went."""
-    loop = asyncio.get_running_loop()
-    guesser = None
-    if draft is not None:
-        tuner = Tuner(Prior(chance=0.6, draft_s=0.002), free_guesses=draft.instant, k=k, depth=1)
-        guesser = Guesser(draft, tuner, loop.time)
-    pipeline = EnginePipeline(engine, len(prompt) + count)
-    known = list(prompt)
-    speculation = Speculation(pipeline, known, Sampling(), limit=len(prompt) + count - 1, guesser=guesser)  # type: ignore[arg-type]
-    pipeline.on_answer = speculation.hear
-    await speculation.next()
-    began = loop.time()
-    while len(known) < len(prompt) + count:
-        await speculation.go_on()
-        await speculation.next()
-    took = loop.time() - began
-    await speculation.close()
-    return took, known[len(prompt) :][:count], speculation.report()
-
-
-def chance_of(acceptance: float) -> float:
-    """The chance of each guess whose predecessors were right, from the share of all `GUESSES` a trip accepted."""
-    low, high = 0.0, 1.0
-    while high - low > 1e-6:
-        middle = (low + high) / 2
-        if sum(middle**i for i in range(1, GUESSES + 1)) / GUESSES < acceptance:
-            low = middle
-        else:
-            high = middle
-    return low

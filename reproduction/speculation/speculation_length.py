@@ -6,11 +6,11 @@ import asyncio
 
 import numpy as np
 
+from reproduction.bounds.one_process import write
 from reproduction.experiment import Report, Row, Say
 from reproduction.harness.machine import machine
-from reproduction.harness.scripted_draft import ScriptedDraft
+from reproduction.harness.scripted_draft import GUESSES, SHARE, ScriptedDraft, chance_of
 from reproduction.models.real import smollm2
-from reproduction.speculation.speculation import GUESSES, SHARE, chance_of, write
 from swarm.engine.compose import open_engine
 from swarm.engine.stateful import StatefulEngine
 

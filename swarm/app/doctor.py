@@ -25,9 +25,10 @@ from swarm.model.manifest import Manifest, check_files, load_manifest
 from swarm.model.memory_footprint import EMPTY_PEER_BYTES, in_words, share_of
 from swarm.model.spans import LayerRange
 from swarm.transport.address import Address
-from swarm.transport.channel import Channel, measure_link
+from swarm.transport.channel import Channel
 from swarm.transport.hello import client_hello, peer_hello
 from swarm.transport.identity import Identity
+from swarm.transport.link import measure_link
 from swarm.transport.listener import Listener
 from swarm.transport.stream import Stream, listen
 from swarm.wire.questions import AskReach, Ping, Pong, Reach

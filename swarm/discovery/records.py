@@ -15,12 +15,13 @@ from typing import Any
 import msgpack
 
 from swarm.discovery.directory import MODELS_TOPIC, Notice
-from swarm.engine.base import Numerics
 from swarm.errors import DirectoryError, SwarmError
 from swarm.model.manifest import MAX_LAYERS
+from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange
 from swarm.transport.address import Address
 from swarm.transport.identity import Identity
+from swarm.transport.link import LinkQuality
 
 SERVING, LEAVING = "serving", "leaving"
 _STATES = (SERVING, LEAVING)
@@ -30,18 +31,6 @@ MAX_TEXT = 256
 _MOST_S = 3600.0
 """No measured time is longer; sums of such times stay finite."""
 _MOST_BYTES_PER_S = 1e12
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """What a peer measured of the way to another. `rtt_s` is infinite where there is no way."""
-
-    rtt_s: float
-    bytes_per_s: float = 0.0
-
-    @property
-    def reachable(self) -> bool:
-        return math.isfinite(self.rtt_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +96,7 @@ class PeerRecord:
     expires_at: float
     entries: tuple[int, ...] = ()
     attends_to: int = 0
-    links: Mapping[str, Link] = field(default_factory=dict)
+    links: Mapping[str, LinkQuality] = field(default_factory=dict)
     work: Work | None = None
 
     @property
@@ -329,7 +318,7 @@ class _Reader:
         value: Mapping[str, Any] = self._get(name, dict)
         return value
 
-    def links(self, name: str) -> dict[str, Link]:
+    def links(self, name: str) -> dict[str, LinkQuality]:
         links = {}
         for peer, pair in self._get(name, dict).items():
             if not (
@@ -342,5 +331,5 @@ class _Reader:
             ):
                 raise DirectoryError(f"record: {name} has a wrong entry for {peer!r}"[:200])
             bytes_per_s = min(max(0.0, float(pair[1])), _MOST_BYTES_PER_S)
-            links[peer] = Link(rtt_s=float(pair[0]) if pair[0] >= 0 else math.inf, bytes_per_s=bytes_per_s)
+            links[peer] = LinkQuality(rtt_s=float(pair[0]) if pair[0] >= 0 else math.inf, bytes_per_s=bytes_per_s)
         return links

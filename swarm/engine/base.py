@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from swarm.errors import SwarmError
+from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange
 
 
@@ -38,30 +39,6 @@ class Step:
 
 StepResult = NDArray[np.float32] | SwarmError
 """[n, hidden_size] hidden states, or [rows, vocab_size] logits from the span with the head. Or why not."""
-
-
-Precision = Literal["accuracy", "performance"]
-"""`accuracy`: f32 with an f32 cache, the unsplit model's tokens; `performance`: what the device does by default."""
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Numerics:
-    """How a span computes: both must agree along a route for its text to be one model's text.
-
-    `inference` is `f32`, `bf16` or `f16`; `kv` the stored precision of the cache (`f32`, `u8` ...).
-    """
-
-    inference: str
-    kv: str
-
-    def __str__(self) -> str:
-        return f"{self.inference}/{self.kv}"
-
-    @classmethod
-    def parse(cls, text: str) -> Numerics:
-        inference, _, kv = text.partition("/")
-        return cls(inference=inference, kv=kv or inference)
 
 
 class Engine(Protocol):

@@ -11,9 +11,9 @@ from typing import Any
 
 import openvino as ov
 
-from swarm.engine.base import PRECISIONS, Numerics
 from swarm.engine.cache import discard, discard_if_damaged, entry_path, evict, locked, seal
 from swarm.errors import ConfigError, EngineError
+from swarm.model.numerics import PRECISIONS, Numerics
 from swarm.process.priority import giving_way
 
 EXACT = Numerics(inference="f32", kv="f32")

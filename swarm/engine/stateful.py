@@ -13,12 +13,13 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from swarm.engine.base import Numerics, Step, StepResult
+from swarm.engine.base import Step, StepResult
 from swarm.engine.device import CompiledSpan
 from swarm.engine.ledger import Ledger, Plan
 from swarm.engine.steps import WARM_UP_TOKENS, Sessions, StepRules, all_finite, run_in_turn, run_warm_up
 from swarm.errors import EngineError
 from swarm.model.manifest import Manifest
+from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange
 
 # A kept request starts the next session some ms faster, and keeps the memory of the last one.

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from swarm.discovery.records import LEAVING, Link, PeerRecord
-from swarm.engine.base import Numerics
+from swarm.discovery.records import LEAVING, PeerRecord
 from swarm.errors import NotCovered
+from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange, gaps
 from swarm.routing.plan import Alternative, LeftOut, LeftOutCode, Plan, Route, RouteRequest
 from swarm.routing.shortest_path import Path, Prefer, Ways, best_path, stops
+from swarm.transport.link import LinkQuality
 
 _EXPLAINED = 32
 """Peers off the route whose best route is worked out too; a search for each."""
@@ -28,7 +29,7 @@ def choose_route(
     records: Iterable[PeerRecord],
     request: RouteRequest,
     *,
-    links: Mapping[str, Link],
+    links: Mapping[str, LinkQuality],
     now: float,
     banned: Mapping[str, float] | None = None,
     explain: bool = True,
@@ -50,7 +51,7 @@ def replan(
     now: float,
     banned: Mapping[str, float],
     records: Iterable[PeerRecord] | None = None,
-    links: Mapping[str, Link] | None = None,
+    links: Mapping[str, LinkQuality] | None = None,
     explain: bool = False,
 ) -> Plan:
     """Another route for a session that runs on `plan.route`, by newer records and links where there are.
@@ -107,7 +108,7 @@ def _plan(
     records: tuple[PeerRecord, ...],
     request: RouteRequest,
     *,
-    links: Mapping[str, Link],
+    links: Mapping[str, LinkQuality],
     now: float,
     banned: Mapping[str, float],
     explain: bool,
@@ -141,7 +142,7 @@ def sift(
     records: Iterable[PeerRecord],
     request: RouteRequest,
     *,
-    links: Mapping[str, Link],
+    links: Mapping[str, LinkQuality],
     now: float,
     banned: Mapping[str, float],
     reserved: Collection[str] = (),
@@ -170,7 +171,7 @@ def sift(
 def _fault(
     record: PeerRecord,
     request: RouteRequest,
-    link: Link | None,
+    link: LinkQuality | None,
     now: float,
     banned: Mapping[str, float],
     reserved: Collection[str],

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from swarm.discovery.records import Link, PeerRecord
-from swarm.engine.base import Numerics
+from swarm.discovery.records import PeerRecord
 from swarm.errors import ConfigError
 from swarm.model.manifest import MAX_LAYERS
+from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange
+from swarm.transport.link import LinkQuality
 
 Objective = Literal["latency", "throughput"]
 OBJECTIVES: tuple[Objective, ...] = ("latency", "throughput")
@@ -178,4 +179,4 @@ class Plan:
     left_out: tuple[LeftOut, ...]
     request: RouteRequest
     records: tuple[PeerRecord, ...]
-    links: Mapping[str, Link]
+    links: Mapping[str, LinkQuality]

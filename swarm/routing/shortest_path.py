@@ -15,9 +15,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from swarm.discovery.records import Link, PeerRecord
+from swarm.discovery.records import PeerRecord
 from swarm.model.spans import LayerRange
 from swarm.routing.plan import HopCost, HopPlan, Route, RouteRequest
+from swarm.transport.link import LinkQuality
 
 _TOKEN_ID_BYTES = 4
 _PATHS_KEPT = 8
@@ -49,10 +50,10 @@ class Ways:
     difference and their sum, and peers near the client are then near each other.
     """
 
-    def __init__(self, request: RouteRequest, links: Mapping[str, Link]) -> None:
+    def __init__(self, request: RouteRequest, links: Mapping[str, LinkQuality]) -> None:
         self.request = request
         self._links = links
-        self._unknown = Link(rtt_s=request.assumed_rtt_s)
+        self._unknown = LinkQuality(rtt_s=request.assumed_rtt_s)
         self._legs: dict[tuple[str, str], Leg] = {}
 
     def leg(self, before: PeerRecord | None, record: PeerRecord) -> Leg:
@@ -103,7 +104,7 @@ class Ways:
             numerics=numerics.pop() if len(numerics) == 1 else None,
         )
 
-    def _client(self, record: PeerRecord) -> Link:
+    def _client(self, record: PeerRecord) -> LinkQuality:
         return self._links.get(record.peer_id, self._unknown)
 
     def _first(self, record: PeerRecord) -> Leg:
@@ -123,7 +124,7 @@ class Ways:
             return Leg(max(near.rtt_s, far.rtt_s) / 2, size * self.request.tokens / self.request.assumed_bytes_per_s)
         return Leg(link.rtt_s / 2, self._seconds(size, link))
 
-    def _seconds(self, token_bytes: int, link: Link) -> float:
+    def _seconds(self, token_bytes: int, link: LinkQuality) -> float:
         return token_bytes * self.request.tokens / (link.bytes_per_s or self.request.assumed_bytes_per_s)
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from swarm.discovery.records import Link
 from swarm.errors import LocalProtocolError, PeerLost, PeerStalled, RemoteProtocolError, SwarmError
 from swarm.transport.address import Address
 from swarm.transport.limits import DEFAULT_LIMITS, Limits
@@ -18,7 +16,6 @@ from swarm.transport.stream import Stream, connect_any
 from swarm.wire.failures import failure_to_error
 from swarm.wire.message import Message
 from swarm.wire.messages import Failure, Hello
-from swarm.wire.questions import Ping, Pong
 
 logger = logging.getLogger(__name__)
 
@@ -172,27 +169,3 @@ class Channel:
             if not asked.future.done():
                 asked.future.set_exception(error)
         return True
-
-
-async def measure_link(
-    channel: Channel, *, timeout: float = 2.0, payload: int = 0, clock: Callable[[], float] = time.perf_counter
-) -> Link:
-    """Round trip: the best of a few pings. Bandwidth towards the peer, if `payload` bytes are sent to find it.
-
-    Raises PeerStalled where a ping takes longer than `timeout` seconds, and PeerLost.
-    """
-
-    async def ping(size: int) -> float:
-        begin = clock()
-        question = Ping(request=channel.next_request(), payload=bytes(size))
-        await channel.ask(question, Pong, timeout=timeout)
-        return clock() - begin
-
-    rtt_s = min([await ping(0) for _ in range(_PINGS)])
-    if not payload:
-        return Link(rtt_s=rtt_s)
-    # the first one opens TCP's window
-    full_s = min([await ping(payload) for _ in range(2)])
-    # on a fast link the difference drowns in noise: then the whole trip is the (lower) estimate
-    transfer_s = full_s - rtt_s if full_s > 2 * rtt_s else full_s
-    return Link(rtt_s=rtt_s, bytes_per_s=payload / max(transfer_s, 1e-9))

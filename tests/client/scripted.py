@@ -19,7 +19,6 @@ import numpy as np
 
 from swarm.discovery.directory import Directory, MemoryDirectory
 from swarm.discovery.records import LEAVING, SERVING, ModelRecord, PeerRecord
-from swarm.engine.base import Numerics
 from swarm.errors import (
     BadStep,
     PeerBusy,
@@ -31,6 +30,7 @@ from swarm.errors import (
     UnknownSession,
 )
 from swarm.model.manifest import EMBED, HEAD, TOKENIZER, FileEntry, LayerSpec, Manifest, layer_part
+from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange
 from swarm.sampling import Sampling
 from swarm.transport.address import Address

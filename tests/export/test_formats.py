@@ -9,7 +9,7 @@ import openvino as ov
 import pytest
 
 from export.graph.compress import Format
-from export.package.output import save_part
+from export.graph.part_file import save_part
 from export.verify.check import TOLERANCES
 from export.verify.reference import Passage, random_hidden, run_layer
 from export.verify.runner import Runner

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from swarm.engine.base import Numerics, Step, StepResult
+from swarm.engine.base import Step, StepResult
 from swarm.errors import BadStep, ContextExceeded, EngineError, SwarmError, UnknownSession
 from swarm.model.manifest import EMBED, HEAD, TOKENIZER, FileEntry, LayerSpec, Manifest, even_grid, layer_part
+from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange
 
 HIDDEN, VOCAB, LAYERS, CONTEXT = 8, 64, 6, 256

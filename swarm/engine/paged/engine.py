@@ -23,7 +23,7 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from swarm.engine.base import Numerics, Step, StepResult
+from swarm.engine.base import Step, StepResult
 from swarm.engine.compose import compose
 from swarm.engine.device import PAGED_ATTENTION, CompiledSpan, compile_span
 from swarm.engine.memory import release_memory
@@ -33,6 +33,7 @@ from swarm.engine.paged.store import KvStore
 from swarm.engine.steps import WARM_UP_TOKENS, StepRules, all_finite, check_single, run_warm_up
 from swarm.errors import ContextExceeded, EngineError, SwarmError
 from swarm.model.manifest import Manifest
+from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange
 
 

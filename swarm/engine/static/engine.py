@@ -15,7 +15,7 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from swarm.engine.base import Numerics, Step, StepResult
+from swarm.engine.base import Step, StepResult
 from swarm.engine.device import CompiledSpan, compile_span
 from swarm.engine.memory import release_memory
 from swarm.engine.static.graph import MOST_ROWS, bias_name, cache_shapes, compose_static, windows_of
@@ -23,6 +23,7 @@ from swarm.engine.static.ring_cache import Ring
 from swarm.engine.steps import Sessions, StepRules, all_finite, run_in_turn, run_warm_up
 from swarm.errors import EngineError
 from swarm.model.manifest import DECODE, PREFILL, Manifest
+from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange
 
 _KV = "f32"  # what the host keeps

@@ -29,11 +29,12 @@ from client.options import (
     write_json,
 )
 from swarm.discovery.directory import MemoryDirectory
-from swarm.discovery.records import LEAVING, Link, PeerRecord
+from swarm.discovery.records import LEAVING, PeerRecord
 from swarm.errors import AddressError, ConfigError, PackageError, PeerUnreachable
 from swarm.model.manifest import MANIFEST
 from swarm.model.spans import LayerRange
 from swarm.routing.plan import RouteRequest
+from swarm.transport.link import LinkQuality
 from swarm.wire.messages import Hello
 from tests.harness import ROOT, run_swarm, swarm_command
 from tests.swarm.discovery.toy_query_peer import HELLO, Teller, model_record, teller, toy_files, toy_manifest
@@ -177,7 +178,7 @@ def test_the_route_shows_the_cost_of_each_hop_and_why_others_lost() -> None:
 
 
 def test_a_relayed_hop_says_so() -> None:
-    apart = [replace(COVERED[0], links={"id-bernd": Link(rtt_s=math.inf)}), *COVERED[1:3]]
+    apart = [replace(COVERED[0], links={"id-bernd": LinkQuality(rtt_s=math.inf)}), *COVERED[1:3]]
     assert "bernd (relayed)" in drawn(look(apart), 80)
 
 
@@ -302,14 +303,14 @@ def test_peers_are_measured_and_those_out_of_reach_say_why() -> None:
 
 
 def test_a_peer_that_never_answers_holds_up_nobody_and_a_bug_is_not_swallowed() -> None:
-    async def stuck(record: PeerRecord, hello: Hello, timeout: float) -> Link:
+    async def stuck(record: PeerRecord, hello: Hello, timeout: float) -> LinkQuality:
         if record.name == "stuck":
             await asyncio.Event().wait()
         if record.name == "dead":
             raise PeerUnreachable("nobody listens there")
-        return Link(rtt_s=MS)
+        return LinkQuality(rtt_s=MS)
 
-    async def buggy(record: PeerRecord, hello: Hello, timeout: float) -> Link:
+    async def buggy(record: PeerRecord, hello: Hello, timeout: float) -> LinkQuality:
         raise ZeroDivisionError
 
     async def test() -> None:

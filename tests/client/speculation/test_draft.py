@@ -5,7 +5,8 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client.speculation.draft import NgramDraft, common_prefix
+from client.pipeline.prefix import common_prefix
+from client.speculation.draft import NgramDraft
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 

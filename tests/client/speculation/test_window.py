@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from client.speculation.window import MOST_GUESSES, Costs, Curve, Window, choose_window, rate_of
+from client.config import MAX_GUESSES
+from client.speculation.window import Costs, Curve, Window, choose_window, rate_of
 
 LAN = Costs(0.002, 0.0005, Curve({1: 0.010, 33: 0.030}), Curve({1: 0.005, 33: 0.015}))
 WAN = Costs(0.002, 0.300, Curve({1: 0.010, 33: 0.030}), Curve({1: 0.005, 33: 0.015}))
@@ -27,7 +28,7 @@ def test_a_curve_is_straight_between_what_was_measured() -> None:
 
 
 def test_far_away_more_is_guessed_than_near() -> None:
-    assert 0 < chosen(LAN, 0.7, depth=1).k < chosen(WAN, 0.7, depth=1).k <= MOST_GUESSES
+    assert 0 < chosen(LAN, 0.7, depth=1).k < chosen(WAN, 0.7, depth=1).k <= MAX_GUESSES
 
 
 def test_a_draft_that_is_often_wrong_or_slower_than_its_target_is_switched_off() -> None:

@@ -28,9 +28,9 @@ from peer.serving.queries import Shelf
 from peer.sessions.service import Load, Serving
 from swarm.discovery.directory import MemoryDirectory
 from swarm.discovery.records import PeerRecord
-from swarm.engine.base import Numerics
 from swarm.errors import ConfigError, DamagedFile, PackageError, UnknownModel
 from swarm.model.manifest import MANIFEST, FileEntry, Manifest, StaticSpec, describe_file, static_part
+from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange
 from swarm.transport.identity import Identity
 from tests.peer.toy_engine import LAYERS, ToyEngine, toy_manifest

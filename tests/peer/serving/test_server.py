@@ -29,8 +29,9 @@ from swarm.errors import (
 )
 from swarm.model.spans import LayerRange
 from swarm.sampling import Sampling
-from swarm.transport.channel import Channel, measure_link
+from swarm.transport.channel import Channel
 from swarm.transport.identity import Identity
+from swarm.transport.link import measure_link
 from swarm.wire.messages import Failure, Leaving, Link, Linked
 from tests.peer.toy_engine import HIDDEN, LAYERS, VOCAB, ToyEngine, toy_manifest, toy_text
 from tests.peer.toy_swarm import (

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.discovery.directory import MODELS_TOPIC, Notice
-from swarm.discovery.records import Link, ModelRecord, PeerRecord, Work, model_records, peer_records
-from swarm.engine.base import Numerics
+from swarm.discovery.records import ModelRecord, PeerRecord, Work, model_records, peer_records
 from swarm.errors import DirectoryError, SwarmError
+from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange
 from swarm.transport.identity import Identity
+from swarm.transport.link import LinkQuality
 
 IDENTITY = Identity.generate()
 MODEL = "d" * 64
@@ -39,7 +40,7 @@ RECORD = PeerRecord(
     announced_at=1000.0,
     expires_at=1060.0,
     entries=(8,),
-    links={"p" * 32: Link(rtt_s=0.01, bytes_per_s=1e6), "q" * 32: Link(rtt_s=math.inf)},
+    links={"p" * 32: LinkQuality(rtt_s=0.01, bytes_per_s=1e6), "q" * 32: LinkQuality(rtt_s=math.inf)},
 )
 OFFER = ModelRecord(
     digest=MODEL,

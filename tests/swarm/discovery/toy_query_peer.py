@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from swarm.discovery.directory import MemoryDirectory
 from swarm.discovery.records import SERVING, ModelRecord, PeerRecord
-from swarm.engine.base import Numerics
 from swarm.errors import SwarmError, UnknownModel
 from swarm.model.manifest import EMBED, HEAD, TOKENIZER, FileEntry, LayerSpec, Manifest, layer_part
+from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange
 from swarm.transport.address import Address
 from swarm.transport.identity import Identity

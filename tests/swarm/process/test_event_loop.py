@@ -18,10 +18,10 @@ def test_without_uvloop_they_run_on_asyncios_own_loop() -> None:
     program = """
 import sys
 sys.modules["uvloop"] = None
-from swarm import loops
+from swarm.process import event_loop
 import asyncio
 async def where(): return type(asyncio.get_running_loop()).__module__
-print(loops.run(where()))
+print(event_loop.run(where()))
 """
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "asyncio.unix_events"

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.discovery.records import LEAVING, SERVING, Link, PeerRecord
-from swarm.engine.base import Numerics
+from swarm.discovery.records import LEAVING, SERVING, PeerRecord
 from swarm.errors import ConfigError, NotCovered
+from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange
 from swarm.routing.choose import choose_route, explain_difference, replan
 from swarm.routing.plan import OBJECTIVES, Plan, RouteRequest
 from swarm.routing.shortest_path import Ways, stops
+from swarm.transport.link import LinkQuality
 
 EXACT, FAST = Numerics.parse("f32/f32"), Numerics.parse("bf16/u8")
 NOW = 1_000.0
@@ -52,14 +53,14 @@ def peer(name: str, span: str, **changes: object) -> PeerRecord:
     return replace(record, **changes)  # type: ignore[arg-type]
 
 
-def near(records: Sequence[PeerRecord], rtt_s: float = 2 * MS) -> dict[str, Link]:
-    return {record.peer_id: Link(rtt_s=rtt_s, bytes_per_s=1e8) for record in records}
+def near(records: Sequence[PeerRecord], rtt_s: float = 2 * MS) -> dict[str, LinkQuality]:
+    return {record.peer_id: LinkQuality(rtt_s=rtt_s, bytes_per_s=1e8) for record in records}
 
 
 def route_of(
     records: Sequence[PeerRecord],
     request: RouteRequest = REQUEST,
-    links: Mapping[str, Link] | None = None,
+    links: Mapping[str, LinkQuality] | None = None,
     banned: Mapping[str, float] | None = None,
 ) -> Plan:
     return choose_route(records, request, links=near(records) if links is None else links, now=NOW, banned=banned)
@@ -84,7 +85,7 @@ def every_route(records: Sequence[PeerRecord], request: RouteRequest) -> Iterato
     yield from onward(0, ())
 
 
-def cheapest(records: Sequence[PeerRecord], request: RouteRequest, links: Mapping[str, Link]) -> float:
+def cheapest(records: Sequence[PeerRecord], request: RouteRequest, links: Mapping[str, LinkQuality]) -> float:
     ways = Ways(request, links)
     costs = [math.inf]
     for steps in every_route(records, request):
@@ -98,7 +99,7 @@ link_times = st.sampled_from([0.0, 1 * MS, 7 * MS, 40 * MS])
 
 
 @st.composite
-def swarms(draw: st.DrawFn, most: int = 5) -> tuple[list[PeerRecord], dict[str, Link]]:
+def swarms(draw: st.DrawFn, most: int = 5) -> tuple[list[PeerRecord], dict[str, LinkQuality]]:
     count = draw(st.integers(0, most))
     names = [f"p{i}" for i in range(count)]
     records = []
@@ -116,13 +117,15 @@ def swarms(draw: st.DrawFn, most: int = 5) -> tuple[list[PeerRecord], dict[str, 
                 prefill_time_s=draw(times),
                 queue=draw(st.integers(0, 2)),
                 links={
-                    other: Link(rtt_s=rtt if rtt >= 0 else math.inf, bytes_per_s=draw(st.sampled_from([0.0, 1e6])))
+                    other: LinkQuality(
+                        rtt_s=rtt if rtt >= 0 else math.inf, bytes_per_s=draw(st.sampled_from([0.0, 1e6]))
+                    )
                     for other, rtt in draw(st.dictionaries(others, link_times | st.just(-1.0), max_size=3)).items()
                 },
             )
         )
     links = {
-        record.peer_id: Link(rtt_s=draw(link_times), bytes_per_s=draw(st.sampled_from([0.0, 1e6])))
+        record.peer_id: LinkQuality(rtt_s=draw(link_times), bytes_per_s=draw(st.sampled_from([0.0, 1e6])))
         for record in records
         if draw(st.booleans())
     }
@@ -143,7 +146,7 @@ requests = st.builds(
 @settings(max_examples=150, deadline=None)
 @given(swarms(), requests)
 def test_the_route_is_the_best_of_all_and_is_found_if_there_is_one(
-    swarm: tuple[list[PeerRecord], dict[str, Link]], request: RouteRequest
+    swarm: tuple[list[PeerRecord], dict[str, LinkQuality]], request: RouteRequest
 ) -> None:
     records, links = swarm
     best = cheapest(records, request, links)
@@ -159,7 +162,7 @@ def test_the_route_is_the_best_of_all_and_is_found_if_there_is_one(
 @settings(max_examples=100, deadline=None)
 @given(swarms(), requests, st.sets(st.sampled_from(["id-p0", "id-p1", "id-p2"])))
 def test_hops_join_from_first_to_last_layer_without_banned_peers_or_mixed_numerics(
-    swarm: tuple[list[PeerRecord], dict[str, Link]], request: RouteRequest, banned: set[str]
+    swarm: tuple[list[PeerRecord], dict[str, LinkQuality]], request: RouteRequest, banned: set[str]
 ) -> None:
     records, links = swarm
     try:
@@ -181,7 +184,7 @@ def test_hops_join_from_first_to_last_layer_without_banned_peers_or_mixed_numeri
 @settings(max_examples=80, deadline=None)
 @given(swarms(), requests)
 def test_one_more_peer_never_makes_the_best_route_worse(
-    swarm: tuple[list[PeerRecord], dict[str, Link]], request: RouteRequest
+    swarm: tuple[list[PeerRecord], dict[str, LinkQuality]], request: RouteRequest
 ) -> None:
     records, links = swarm
     costs = []
@@ -197,7 +200,7 @@ def test_one_more_peer_never_makes_the_best_route_worse(
 @settings(max_examples=60, deadline=None)
 @given(swarms(), requests, st.randoms(use_true_random=False), st.sampled_from(["", "client-7"]))
 def test_the_order_of_the_records_changes_nothing(
-    swarm: tuple[list[PeerRecord], dict[str, Link]], request: RouteRequest, random: Random, seed: str
+    swarm: tuple[list[PeerRecord], dict[str, LinkQuality]], request: RouteRequest, random: Random, seed: str
 ) -> None:
     records, links = swarm
     shuffled = list(records)
@@ -216,7 +219,7 @@ def test_the_order_of_the_records_changes_nothing(
 @settings(max_examples=100, deadline=None)
 @given(swarms(), requests, st.text(min_size=1, max_size=4))
 def test_a_seed_costs_no_more_than_the_stated_spread(
-    swarm: tuple[list[PeerRecord], dict[str, Link]], request: RouteRequest, seed: str
+    swarm: tuple[list[PeerRecord], dict[str, LinkQuality]], request: RouteRequest, seed: str
 ) -> None:
     records, links = swarm
     best = cheapest(records, request, links)
@@ -228,7 +231,7 @@ def test_a_seed_costs_no_more_than_the_stated_spread(
 @settings(max_examples=150, deadline=None)
 @given(swarms(), requests, st.integers(0, 4))
 def test_a_new_plan_stays_within_the_margin_and_never_uses_the_lost_hop(
-    swarm: tuple[list[PeerRecord], dict[str, Link]], request: RouteRequest, which: int
+    swarm: tuple[list[PeerRecord], dict[str, LinkQuality]], request: RouteRequest, which: int
 ) -> None:
     records, links = swarm
     try:
@@ -256,9 +259,9 @@ def test_a_swarm_of_hundreds_is_routed_and_its_entries_are_used() -> None:
 
 
 def test_the_cost_of_each_hop_is_its_way_in_its_computing_and_its_queue() -> None:
-    a = peer("a", "0:2", links={"id-b": Link(rtt_s=6 * MS, bytes_per_s=2304e3)})
+    a = peer("a", "0:2", links={"id-b": LinkQuality(rtt_s=6 * MS, bytes_per_s=2304e3)})
     b = peer("b", "2:6", queue=2, layer_time_s=2 * MS)
-    links = {"id-a": Link(rtt_s=2 * MS, bytes_per_s=4e3), "id-b": Link(rtt_s=10 * MS)}
+    links = {"id-a": LinkQuality(rtt_s=2 * MS, bytes_per_s=4e3), "id-b": LinkQuality(rtt_s=10 * MS)}
     plan = route_of([a, b], links=links)
     first, second = (hop.cost for hop in plan.route.hops)
     assert first.latency_s == pytest.approx(1 * MS)
@@ -279,9 +282,12 @@ def test_a_chunk_of_a_prompt_costs_by_its_tokens_and_at_least_one_step() -> None
 
 
 def test_an_unreachable_next_hop_is_relayed_by_the_client_over_both_legs() -> None:
-    a = peer("a", "0:3", links={"id-b": Link(rtt_s=math.inf)})
-    b = peer("b", "3:6", links={"id-a": Link(rtt_s=1 * MS)})
-    links = {"id-a": Link(rtt_s=4 * MS, bytes_per_s=2304e3), "id-b": Link(rtt_s=8 * MS, bytes_per_s=1152e3)}
+    a = peer("a", "0:3", links={"id-b": LinkQuality(rtt_s=math.inf)})
+    b = peer("b", "3:6", links={"id-a": LinkQuality(rtt_s=1 * MS)})
+    links = {
+        "id-a": LinkQuality(rtt_s=4 * MS, bytes_per_s=2304e3),
+        "id-b": LinkQuality(rtt_s=8 * MS, bytes_per_s=1152e3),
+    }
     hop = route_of([a, b], links=links).route.hops[1]
     assert hop.relayed
     assert hop.cost.latency_s == pytest.approx(6 * MS)
@@ -289,14 +295,14 @@ def test_an_unreachable_next_hop_is_relayed_by_the_client_over_both_legs() -> No
 
 
 def test_a_way_measured_only_backwards_counts_as_symmetric() -> None:
-    b = peer("b", "3:6", links={"id-a": Link(rtt_s=1 * MS)})
+    b = peer("b", "3:6", links={"id-a": LinkQuality(rtt_s=1 * MS)})
     hop = route_of([peer("a", "0:3"), b]).route.hops[1]
     assert not hop.relayed
     assert hop.cost.latency_s == pytest.approx(0.5 * MS)
 
 
 def test_being_unreachable_backwards_is_no_reason_to_relay() -> None:
-    b = peer("b", "3:6", links={"id-a": Link(rtt_s=math.inf)})
+    b = peer("b", "3:6", links={"id-a": LinkQuality(rtt_s=math.inf)})
     hop = route_of([peer("a", "0:3"), b]).route.hops[1]
     assert not hop.relayed
     assert hop.cost.latency_s == pytest.approx(1 * MS)
@@ -304,7 +310,7 @@ def test_being_unreachable_backwards_is_no_reason_to_relay() -> None:
 
 def test_a_measured_peer_wins_over_an_equal_one_that_nobody_measured() -> None:
     records = [peer("a", "0:6"), peer("b", "0:6")]
-    assert route_of(records, links={"id-b": Link(rtt_s=30 * MS)}).route.peer_ids == ("id-b",)
+    assert route_of(records, links={"id-b": LinkQuality(rtt_s=30 * MS)}).route.peer_ids == ("id-b",)
 
 
 def test_entering_inside_a_span_costs_the_stated_penalty() -> None:
@@ -354,7 +360,7 @@ def test_a_peer_that_cannot_serve_is_left_out_with_its_reason(changes: dict[str,
 
 def test_unreachable_and_banned_peers_are_left_out_with_their_reason() -> None:
     records = [peer("good", "0:6"), peer("far", "0:6"), peer("bad", "0:6")]
-    links = near(records) | {"id-far": Link(rtt_s=math.inf)}
+    links = near(records) | {"id-far": LinkQuality(rtt_s=math.inf)}
     plan = route_of(records, links=links, banned={"id-bad": 8.2})
     assert {out.record.name: out.reason for out in plan.left_out} == {
         "far": "cannot be reached from here",
@@ -433,7 +439,7 @@ def test_without_a_wish_the_cheaper_numerics_win_and_the_others_are_an_alternati
 
 def test_each_hop_and_each_other_peer_has_its_alternative_with_the_reason() -> None:
     records = [peer("a", "0:3"), peer("b", "3:6"), peer("c", "3:6", layer_time_s=2 * MS), peer("d", "1:2")]
-    links = near(records) | {"id-c": Link(rtt_s=10 * MS, bytes_per_s=1e8)}
+    links = near(records) | {"id-c": LinkQuality(rtt_s=10 * MS, bytes_per_s=1e8)}
     plan = route_of(records, links=links)
     said = {(a.kind, a.peer_id): a.reason for a in plan.alternatives}
     assert said["without", "id-a"] == "no route: nobody else serves 0:1, 2:3"
@@ -444,7 +450,7 @@ def test_each_hop_and_each_other_peer_has_its_alternative_with_the_reason() -> N
 
 def test_a_difference_names_what_speaks_for_it_first() -> None:
     slow, far = peer("slow", "0:6", layer_time_s=3 * MS), peer("far", "0:6")
-    ways = Ways(REQUEST, {"id-slow": Link(rtt_s=1 * MS), "id-far": Link(rtt_s=5 * MS)})
+    ways = Ways(REQUEST, {"id-slow": LinkQuality(rtt_s=1 * MS), "id-far": LinkQuality(rtt_s=5 * MS)})
     a, b = (ways.route([(record, record.span)]) for record in (far, slow))
     assert explain_difference(a, b) == "+8.0 ms: 12.0 ms more compute, 4.0 ms less latency"
     assert explain_difference(b, a) == "-8.0 ms: 12.0 ms less compute, 4.0 ms more latency"

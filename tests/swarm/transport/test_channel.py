@@ -21,9 +21,10 @@ from swarm.errors import (
     UnknownSession,
 )
 from swarm.transport.address import Address
-from swarm.transport.channel import Channel, measure_link
+from swarm.transport.channel import Channel
 from swarm.transport.identity import Identity
 from swarm.transport.limits import Limits
+from swarm.transport.link import measure_link
 from swarm.transport.stream import Stream, listen
 from swarm.wire.failures import error_to_failure
 from swarm.wire.message import Message
