@@ -20,7 +20,7 @@ from client.generation.chat import ChatSession
 from client.generation.generate import Piece, Task, generate
 from client.generation.tokenizer import Codec, Message, Tokenizer
 from client.metrics import Meter
-from client.pipeline.connections import Lines
+from client.pipeline.connections import ConnectionPool
 from client.pipeline.pipeline import Pipeline
 from client.pipeline.planner import Planner
 from client.speculation.drafts import Drafts, SessionDrafts
@@ -75,7 +75,7 @@ class SwarmClient:
         *,
         manifest: Manifest,
         tokenizer: Codec,
-        lines: Lines,
+        connections: ConnectionPool,
         planner: Planner,
         config: ClientConfig,
         on_event: OnEvent,
@@ -83,10 +83,10 @@ class SwarmClient:
         rng: random.Random,
         resources: contextlib.AsyncExitStack,
     ) -> None:
-        """`resources` are what `close` closes, `lines` and `planner` among them."""
+        """`resources` are what `close` closes, `connections` and `planner` among them."""
         self.manifest = manifest
         self.tokenizer = tokenizer
-        self._lines = lines
+        self._connections = connections
         self._planner = planner
         self._config = config
         self._on_event = on_event
@@ -128,26 +128,32 @@ class SwarmClient:
             package = await asyncio.to_thread(package_folder, model)
             local = await asyncio.to_thread(load_manifest, package) if package else None
             digest = local.digest if local else (await find_model(directory, str(model), wall=wall)).digest
-            lines = Lines(hello=client_hello(digest), config=config, clock=clock)
-            stack.push_async_callback(lines.close)
+            connections = ConnectionPool(hello=client_hello(digest), config=config, clock=clock)
+            stack.push_async_callback(connections.close)
             if local and package:
                 manifest, folder = local, package
                 await asyncio.to_thread(check_files, folder, manifest.files([TOKENIZER]))
             else:
                 folder = config.cache_dir / "tokenizers" / digest[:16]
                 records = await find_peers(directory, digest, now=wall())
-                manifest = await _get_package(digest, records, folder, lines, on_event)
+                manifest = await _get_package(digest, records, folder, connections, on_event)
             for address in directory.trusted:
                 on_event(Event(stage=Stage.TRUSTED, text=told_on_trust(address)))
             tokenizer = await Tokenizer.load(folder)
             planner = Planner(
-                directory, manifest, lines=lines, config=config, seed=f"{rng.getrandbits(64):x}", clock=clock, wall=wall
+                directory,
+                manifest,
+                connections=connections,
+                config=config,
+                seed=f"{rng.getrandbits(64):x}",
+                clock=clock,
+                wall=wall,
             )
             stack.push_async_callback(planner.close)
             return cls(
                 manifest=manifest,
                 tokenizer=tokenizer,
-                lines=lines,
+                connections=connections,
                 planner=planner,
                 config=config,
                 on_event=on_event,
@@ -261,7 +267,7 @@ class SwarmClient:
         pipeline = Pipeline(
             planner=self._planner,
             manifest=self.manifest,
-            lines=self._lines,
+            connections=self._connections,
             config=self._config,
             max_tokens=min(max_tokens, self.manifest.context_length),
             clock=self._clock,
@@ -297,7 +303,7 @@ class SwarmClient:
 
 
 async def _get_package(
-    digest: str, records: Sequence[PeerRecord], folder: Path, lines: Lines, on_event: OnEvent
+    digest: str, records: Sequence[PeerRecord], folder: Path, connections: ConnectionPool, on_event: OnEvent
 ) -> Manifest:
     """Manifest and tokenizer of a model in `folder`: what is there already and whole, else from its peers."""
     with contextlib.suppress(PackageError):
@@ -306,7 +312,7 @@ async def _get_package(
             await asyncio.to_thread(check_files, folder, manifest.files([TOKENIZER]))
             return manifest
     on_event(Event(stage=Stage.FETCHING, text="fetching the tokenizer"))
-    manifest = await _ask_manifest(digest, records, lines)
+    manifest = await _ask_manifest(digest, records, connections)
 
     def progress(done: int, total: int) -> None:
         on_event(Event(stage=Stage.FETCHING, text="fetching the tokenizer", done=done, total=total))
@@ -315,12 +321,12 @@ async def _get_package(
     return manifest
 
 
-async def _ask_manifest(digest: str, records: Sequence[PeerRecord], lines: Lines) -> Manifest:
+async def _ask_manifest(digest: str, records: Sequence[PeerRecord], connections: ConnectionPool) -> Manifest:
     """From the first peer that has it. Raises the last one's error, or NotCovered where there is none."""
     last: SwarmError = NotCovered(f"nobody serves a layer of {digest[:12]} now; try again later")
     for record in records:
         try:
-            return await fetch_manifest((await lines.line(record)).channel, digest)
+            return await fetch_manifest((await connections.connection(record)).channel, digest)
         except (PeerError, RemoteProtocolError, RouteError, PackageError) as error:
             last = error
     raise last

@@ -10,7 +10,7 @@ import typer
 
 from swarm.errors import ConfigError
 
-_MOST_GB = 1e6
+_MAX_GB = 1e6
 
 
 def inspect(
@@ -22,7 +22,7 @@ def inspect(
     from export.package.inspect import as_json as plain
     from export.package.inspect import as_text, describe
 
-    if wrong := [gigabytes for gigabytes in memory or () if not 0 < gigabytes <= _MOST_GB]:
+    if wrong := [gigabytes for gigabytes in memory or () if not 0 < gigabytes <= _MAX_GB]:
         raise ConfigError(f"--memory {wrong[0]:g} is no machine's: name GB, such as --memory 16")
     description = describe(package, tuple(int(gigabytes * 10**9) for gigabytes in memory or ()))
     typer.echo(json.dumps(plain(description)) if as_json else as_text(description))

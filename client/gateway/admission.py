@@ -19,7 +19,7 @@ class Admission:
 
     def __init__(self, *, limit: int, waiting: int) -> None:
         self._limit = limit
-        self._most_waiting = waiting
+        self._max_waiting = waiting
         self._taken = 0
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._typical_s = _RETRY_S
@@ -51,7 +51,7 @@ class Admission:
         if not self._queue and self._taken + count <= self._limit:
             self._taken += count
             return
-        if self.waiting + count > self._most_waiting:
+        if self.waiting + count > self._max_waiting:
             raise RequestError(
                 f"{self._taken} answers are being made and {self.waiting} wait; try again a little later",
                 status=429,

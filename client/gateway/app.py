@@ -19,17 +19,17 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from client.gateway.api.errors import BUG, Problem, problem_of
+from client.gateway.api.errors import BUG, ApiError, api_error_of
 from client.gateway.api.openapi import description
-from client.gateway.api.requests import Asked, parse_chat, parse_completion, parse_json
-from client.gateway.completions import Answering
+from client.gateway.api.requests import CompletionRequest, parse_chat, parse_completion, parse_json
+from client.gateway.completions import CompletionService
 from client.gateway.config import GatewayConfig
 from client.gateway.http.asgi import LONG, Bodies
 from client.gateway.http.guard import Guard
 from client.gateway.http.sse import EventStream, Vanished, unless_vanished
 from client.gateway.metrics import Gauges, state_of
-from client.gateway.model_pool import Fleet, Served
-from client.gateway.swarm_view import SwarmWatch
+from client.gateway.model_pool import ModelPool, ServedModel
+from client.gateway.swarm_view import SwarmView
 from swarm.errors import RequestError, SwarmError
 
 PAGE = Path(__file__).parent / "page"
@@ -49,16 +49,16 @@ class Gateway:
     """What the endpoints share; a context. `ending` is set when the gateway begins to end: streams without an end of
     their own stop then, and what still runs after `grace_s` is cut off."""
 
-    def __init__(self, fleet: Fleet, config: GatewayConfig, *, ending: asyncio.Event) -> None:
+    def __init__(self, pool: ModelPool, config: GatewayConfig, *, ending: asyncio.Event) -> None:
         self._ending = ending
-        self._fleet = fleet
+        self._pool = pool
         self._config = config
         self._gauges = gauges = Gauges()
-        self._answering = Answering(fleet, config, gauges)
-        self._bodies = Bodies(limit=config.max_body, timeout=config.body_s, most_long=config.max_long_bodies)
-        self._watch = SwarmWatch(fleet)
+        self._answering = CompletionService(pool, config, gauges)
+        self._bodies = Bodies(limit=config.max_body, timeout=config.body_s, max_long=config.max_long_bodies)
+        self._watch = SwarmView(pool)
         admission = self._answering.admission
-        gauges.follow(lambda: state_of(fleet, lambda: admission.running, lambda: admission.waiting))
+        gauges.follow(lambda: state_of(pool, lambda: admission.running, lambda: admission.waiting))
         self._paths: frozenset[str] = frozenset()
         self._ender: asyncio.Task[None] | None = None
 
@@ -118,23 +118,23 @@ class Gateway:
 
     # -- OpenAI's
 
-    def _completion(self, parse: Callable[..., Asked]) -> Callable[[Request], object]:
+    def _completion(self, parse: Callable[..., CompletionRequest]) -> Callable[[Request], object]:
         async def endpoint(request: Request) -> object:
             async with self._bodies.read(request.scope, request.receive) as body:
                 # a long one takes its while, and others wait for the loop
                 asked = await asyncio.to_thread(read, body) if len(body) > LONG else read(body)
                 return await self._answering.job(asked)
 
-        def read(body: bytes) -> Asked:
+        def read(body: bytes) -> CompletionRequest:
             return parse(parse_json(body), temperature=self._config.temperature, draft=self._config.draft)
 
         return endpoint
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_model_to_plain(served) for served in self._fleet.served]})
+        return JSONResponse({"object": "list", "data": [_model_to_plain(served) for served in self._pool.served]})
 
     async def model(self, request: Request) -> Response:
-        return JSONResponse(_model_to_plain(self._fleet.find(request.path_params["model"])))
+        return JSONResponse(_model_to_plain(self._pool.find(request.path_params["model"])))
 
     # -- the swarm
 
@@ -170,11 +170,11 @@ class Gateway:
         """200 while a token came lately through a route of some model, else 503."""
         models = {
             served.name: {
-                "ready": self._fleet.is_ready(served),
+                "ready": self._pool.is_ready(served),
                 "last_token_age_s": served.token_age_s,
                 "problem": served.problem,
             }
-            for served in self._fleet.served
+            for served in self._pool.served
         }
         ready = any(model["ready"] for model in models.values()) and not self._ending.is_set()
         return JSONResponse({"live": True, "ready": ready, "models": models}, status_code=200 if ready else 503)
@@ -189,7 +189,7 @@ class Gateway:
         return JSONResponse(description(needs_key=self._config.keys is not None))
 
     async def _refuse(self, request: Request, error: SwarmError) -> Response:
-        problem = problem_of(error)
+        problem = api_error_of(error)
         self._gauges.failures.labels(problem.code).inc()
         return _answer(problem)
 
@@ -211,7 +211,7 @@ def _page() -> StaticFiles:
     return _Page(directory=PAGE, html=True)
 
 
-def _model_to_plain(served: Served) -> dict[str, object]:
+def _model_to_plain(served: ServedModel) -> dict[str, object]:
     manifest = served.client.manifest
     return {
         "id": served.name,
@@ -223,14 +223,14 @@ def _model_to_plain(served: Served) -> dict[str, object]:
     }
 
 
-def _answer(problem: Problem) -> Response:
+def _answer(problem: ApiError) -> Response:
     return JSONResponse(problem.to_plain(), status_code=problem.status, headers=problem.headers)
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     path = request.url.path[:80]
     told = {404: f"there is nothing at {path}", 405: f"{request.method} is not for {path}"}
-    problem = Problem(
+    problem = ApiError(
         status=error.status_code,
         message=told.get(error.status_code, str(error.detail)),
         code=f"http_{error.status_code}",

@@ -21,14 +21,14 @@ from starlette.types import Receive, Scope, Send
 from client.client import Prompt
 from client.config import GenerationConfig
 from client.gateway.admission import Admission
-from client.gateway.api.errors import BUG, Problem, problem_of
-from client.gateway.api.requests import Asked
-from client.gateway.api.responses import DONE, ChatShape, Shape, TextShape, Usage, Written, finish_reason
+from client.gateway.api.errors import BUG, ApiError, api_error_of
+from client.gateway.api.requests import CompletionRequest
+from client.gateway.api.responses import DONE, ChatFormat, ResponseFormat, TextFormat, Usage, Written, finish_reason
 from client.gateway.config import GatewayConfig
 from client.gateway.http.asgi import respond
 from client.gateway.http.sse import EventStream, Vanished, unless_vanished
 from client.gateway.metrics import Gauges
-from client.gateway.model_pool import Fleet, Served
+from client.gateway.model_pool import ModelPool, ServedModel
 from client.generation.generate import Piece
 from swarm.errors import ConfigError, ContextExceeded, RequestError, SwarmError, first_error
 
@@ -46,12 +46,12 @@ class Choice:
     config: GenerationConfig
 
 
-class Answering:
+class CompletionService:
     """Makes answers, at most so many at once."""
 
     def __init__(
         self,
-        fleet: Fleet,
+        pool: ModelPool,
         config: GatewayConfig,
         gauges: Gauges,
         *,
@@ -60,7 +60,7 @@ class Answering:
     ) -> None:
         self.admission = Admission(limit=config.max_concurrent, waiting=config.max_waiting)
         self.running: set[asyncio.Task[Any]] = set()
-        self.fleet = fleet
+        self.pool = pool
         self.config = config
         self.gauges = gauges
         self.clock = clock
@@ -71,9 +71,9 @@ class Answering:
         for task in list(self.running):
             task.cancel()
 
-    async def job(self, asked: Asked) -> Job:
+    async def job(self, asked: CompletionRequest) -> CompletionJob:
         """Raises RequestError (404, 400 with the numbers)."""
-        served = self.fleet.find(asked.model)
+        served = self.pool.find(asked.model)
         count = asked.choices * len(asked.prompts)
         if count > self.config.max_choices:
             raise RequestError(f"this asks for {count} answers; at most {self.config.max_choices} at once", param="n")
@@ -88,16 +88,16 @@ class Answering:
             for place, ids in enumerate(prompts)
             for each in range(asked.choices)
         ]
-        shape = (ChatShape if asked.chat else TextShape)(
+        shape = (ChatFormat if asked.chat else TextFormat)(
             answer_id=secrets.token_hex(12),
             created=int(self._wall()),
             model=served.name,
             decode=served.client.tokenizer.decode,
             include_usage=asked.include_usage,
         )
-        return Job(self, served, asked, choices, shape, Usage([len(ids) for ids in prompts]))
+        return CompletionJob(self, served, asked, choices, shape, Usage([len(ids) for ids in prompts]))
 
-    async def _encode(self, served: Served, prompt: Prompt, chat: bool) -> Sequence[int]:
+    async def _encode(self, served: ServedModel, prompt: Prompt, chat: bool) -> Sequence[int]:
         """Raises RequestError that names the parameter."""
         client, param = served.client, "messages" if chat else "prompt"
         if not prompt:
@@ -113,7 +113,7 @@ class Answering:
             raise RequestError(str(error), reason="context_length_exceeded", param=param) from error
         return ids
 
-    def _limit(self, served: Served, prompt: int, asked: Asked) -> int:
+    def _limit(self, served: ServedModel, prompt: int, asked: CompletionRequest) -> int:
         """The most tokens of an answer. Raises RequestError with the numbers where they do not fit."""
         context = served.client.manifest.context_length
         limit = asked.limit
@@ -128,11 +128,17 @@ class Answering:
         return min(self.config.default_tokens, context - prompt) if limit is None else limit
 
 
-class Job:
+class CompletionJob:
     """One request under way; an ASGI application."""
 
     def __init__(
-        self, answering: Answering, served: Served, asked: Asked, choices: list[Choice], shape: Shape, usage: Usage
+        self,
+        answering: CompletionService,
+        served: ServedModel,
+        asked: CompletionRequest,
+        choices: list[Choice],
+        shape: ResponseFormat,
+        usage: Usage,
     ) -> None:
         self._answering = answering
         self._served = served
@@ -152,12 +158,12 @@ class Job:
             if isinstance(error, Vanished):
                 answering.gauges.vanished.labels(self._served.name).inc()
             elif isinstance(error, SwarmError):
-                await self._tell(problem_of(error), stream, send)
+                await self._tell(api_error_of(error), stream, send)
             else:
                 _log.error("a bug of this program, while it answered", exc_info=error)
                 await self._tell(BUG, stream, send)
 
-    async def _tell(self, problem: Problem, stream: EventStream, send: Send) -> None:
+    async def _tell(self, problem: ApiError, stream: EventStream, send: Send) -> None:
         self._answering.gauges.failures.labels(problem.code).inc()
         if stream.started:
             await stream.write(b"data: " + json.dumps(problem.to_plain()).encode() + b"\n\n")

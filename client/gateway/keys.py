@@ -9,7 +9,7 @@ from pathlib import Path
 
 from swarm.errors import ConfigError
 
-_MOST_KEYS = 1024
+_MAX_KEYS = 1024
 _SHORTEST = 8
 
 
@@ -19,8 +19,8 @@ class Keys:
     def __init__(self, keys: Iterable[str]) -> None:
         """Raises ConfigError where there is none, or one that is too short; the keys themselves are never named."""
         self._digests = [_digest(_checked(key, place)) for place, key in enumerate(keys, 1)]
-        if not 0 < len(self._digests) <= _MOST_KEYS:
-            raise ConfigError(f"there are {len(self._digests)} API keys; there must be 1 to {_MOST_KEYS}")
+        if not 0 < len(self._digests) <= _MAX_KEYS:
+            raise ConfigError(f"there are {len(self._digests)} API keys; there must be 1 to {_MAX_KEYS}")
 
     @classmethod
     def read(cls, path: Path) -> Keys:

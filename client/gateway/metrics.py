@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from client.gateway.model_pool import Fleet
+from client.gateway.model_pool import ModelPool
 from client.metrics import Metrics
-from swarm.process.prometheus import Asked
+from swarm.process.prometheus import ScrapeCollector
 
 _FIRST_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0)
 _BETWEEN_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 3.0, 10.0)
 _HOP_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 1.0)
-_MOST_PEERS = 64
+_MAX_PEERS = 64
 _OTHERS = "others"
 
 
@@ -58,14 +58,14 @@ class Gauges:
 
     def follow(self, state: Callable[[], Iterator[Metric]]) -> None:
         """Ask `state` at each scrape."""
-        self._registry.register(Asked(state))
+        self._registry.register(ScrapeCollector(state))
 
     def page(self) -> bytes:
         return generate_latest(self._registry)
 
     def peer_label(self, name: str) -> str:
         """Peers name themselves: only so many names are kept apart."""
-        if name not in self._peers and len(self._peers) >= _MOST_PEERS:
+        if name not in self._peers and len(self._peers) >= _MAX_PEERS:
             return _OTHERS
         self._peers.add(name)
         return name
@@ -110,11 +110,11 @@ class Watch:
                 gauges.hop_seconds.labels(model, peer, part).observe(getattr(hop, f"{part}_s"))
 
 
-def state_of(fleet: Fleet, running: Callable[[], int], waiting: Callable[[], int]) -> Iterator[Metric]:
+def state_of(pool: ModelPool, running: Callable[[], int], waiting: Callable[[], int]) -> Iterator[Metric]:
     """What is so now."""
     yield GaugeMetricFamily("swarm_gateway_running", "Answers that are being made.", value=running())
     yield GaugeMetricFamily("swarm_gateway_waiting", "Answers that wait for a place.", value=waiting())
     ready = GaugeMetricFamily("swarm_gateway_ready", "Whether tokens came through lately.", labels=["model"])
-    for served in fleet.served:
-        ready.add_metric([served.name], float(fleet.is_ready(served)))
+    for served in pool.served:
+        ready.add_metric([served.name], float(pool.is_ready(served)))
     yield ready

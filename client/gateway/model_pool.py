@@ -24,10 +24,10 @@ _log = logging.getLogger(__name__)
 _PROBE_LIMIT_S = 30.0
 _STALE = 3
 _LOOK_AGAIN_S = 15.0
-_MOST_MODELS = 64
+_MAX_MODELS = 64
 
 
-class Served:
+class ServedModel:
     """One model under the name that callers use. `heard` is told of every token that came through."""
 
     def __init__(self, name: str, client: SwarmClient, *, clock: Callable[[], float]) -> None:
@@ -73,7 +73,7 @@ class Served:
 Connect = Callable[[str], Awaitable[SwarmClient]]
 
 
-class Fleet:
+class ModelPool:
     """A context that closes what it was offered and what it connected to. `connect` makes the client of a model.
 
     Of the models that the swarm names by itself `most` are taken: anybody may name more.
@@ -85,7 +85,7 @@ class Fleet:
         connect: Connect,
         *,
         probe_s: float,
-        most: int = _MOST_MODELS,
+        most: int = _MAX_MODELS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.directory = directory
@@ -95,7 +95,7 @@ class Fleet:
         self._found: set[str] = set()  # digests of those that were not asked for by name
         self._told: dict[str, str] = {}  # of each digest that was left out, why
         self._clock = clock
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, ServedModel] = {}
         self._background: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -118,19 +118,19 @@ class Fleet:
             return await SwarmClient.connect(model, initial_peers=initial_peers, config=client_config)
 
         directory = PeerDirectory(initial_peers, hello=client_hello())
-        async with _closed(directory), cls(directory, connect, probe_s=probe_s) as fleet:
+        async with _closed(directory), cls(directory, connect, probe_s=probe_s) as pool:
             for model in models:
-                await fleet.add(model)
+                await pool.add(model)
             if follow:
-                await fleet.add_new()
-            fleet.begin(follow=follow)
-            yield fleet
+                await pool.add_new()
+            pool.begin(follow=follow)
+            yield pool
 
     @property
-    def served(self) -> list[Served]:
+    def served(self) -> list[ServedModel]:
         return list(self._served.values())
 
-    def find(self, model: str) -> Served:
+    def find(self, model: str) -> ServedModel:
         """By name, digest, or the first digits of one. Raises RequestError (404) that lists what there is."""
         wanted = model.casefold()
         for served in self.served:
@@ -145,7 +145,7 @@ class Fleet:
             param="model",
         )
 
-    def is_ready(self, served: Served) -> bool:
+    def is_ready(self, served: ServedModel) -> bool:
         """A token came through lately."""
         age = served.token_age_s
         return age is not None and age <= _STALE * self._probe_s
@@ -169,7 +169,7 @@ class Fleet:
         name = client.manifest.name
         if name in self._served:  # another model of the same name
             name = f"{name}@{client.manifest.digest[:12]}"
-        self._served[name] = Served(name, client, clock=self._clock)
+        self._served[name] = ServedModel(name, client, clock=self._clock)
 
     async def add_new(self) -> None:
         """Every model of the swarm that is not there yet; those that nobody serves whole may come later."""

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from client.client import RouteInUse
-from client.gateway.model_pool import Fleet, Served
+from client.gateway.model_pool import ModelPool, ServedModel
 from client.inspector.report import SCHEMA, inspect_swarm
-from client.inspector.snapshot import Look
+from client.inspector.snapshot import SwarmInspector
 from client.options import USUAL_SESSION_TOKENS
 from swarm.errors import SwarmError
 from swarm.routing.plan import RouteRequest
@@ -22,20 +22,20 @@ _LOOK_LIMIT_S = 20.0
 _FRESH_S = 1.0
 
 
-class SwarmWatch:
+class SwarmView:
     """Looks at the models of a fleet."""
 
     def __init__(
         self,
-        fleet: Fleet,
+        pool: ModelPool,
         *,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._fleet = fleet
+        self._pool = pool
         self._clock = clock
         self._wall = wall
-        self._looks: dict[str, Look] = {}
+        self._looks: dict[str, SwarmInspector] = {}
         self._seen: dict[str, dict[str, Any]] = {}
         self._looked_at: float | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -61,10 +61,10 @@ class SwarmWatch:
                 {
                     **self._seen[served.digest],
                     "id": served.name,
-                    "ready": self._fleet.is_ready(served),
+                    "ready": self._pool.is_ready(served),
                     "routes_in_use": [_route_to_plain(route) for route in served.client.routes],
                 }
-                for served in self._fleet.served
+                for served in self._pool.served
                 if served.digest in self._seen
             ],
         }
@@ -76,16 +76,16 @@ class SwarmWatch:
 
     async def _look_at_all(self) -> None:
         try:
-            await asyncio.gather(*(self._look_at(served) for served in self._fleet.served))
+            await asyncio.gather(*(self._look_at(served) for served in self._pool.served))
             self._looked_at = self._clock()
         finally:
             self._looking = None
 
-    async def _look_at(self, served: Served) -> None:
+    async def _look_at(self, served: ServedModel) -> None:
         digest, manifest = served.digest, served.client.manifest
         look = self._looks.setdefault(
             digest,
-            Look(
+            SwarmInspector(
                 text=digest,
                 manifest=manifest,
                 tokens=1,
@@ -97,7 +97,7 @@ class SwarmWatch:
         )
         try:
             async with asyncio.timeout(_LOOK_LIMIT_S):
-                seen = await look(self._fleet.directory)
+                seen = await look(self._pool.directory)
         except (SwarmError, TimeoutError) as error:
             problem = str(error) or f"the swarm did not answer within {_LOOK_LIMIT_S:g} s"
             before = self._seen.get(digest) or self._unseen(served)
@@ -105,7 +105,7 @@ class SwarmWatch:
         else:
             self._seen[digest] = {**seen.to_plain(), "look_problem": ""}
 
-    def _unseen(self, served: Served) -> dict[str, Any]:
+    def _unseen(self, served: ServedModel) -> dict[str, Any]:
         manifest = served.client.manifest
         request = RouteRequest(layers=len(manifest.layers), hidden_bytes=4 * manifest.hidden_size)
         return inspect_swarm(manifest.name, manifest.digest, [], request, links={}, now=self._wall()).to_plain()

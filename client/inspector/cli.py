@@ -15,7 +15,7 @@ from rich.text import Text
 
 from client.inspector.picture import Picture, picture_models
 from client.inspector.report import SCHEMA, Inspection, ModelView, view_model
-from client.inspector.snapshot import Look
+from client.inspector.snapshot import SwarmInspector
 from client.options import (
     USUAL_SESSION_TOKENS,
     InitialPeers,
@@ -39,7 +39,7 @@ from swarm.routing.plan import Objective
 from swarm.transport.address import Address
 from swarm.transport.hello import client_hello
 
-_MOST_MODELS = 64
+_MAX_MODELS = 64
 _OTHERS_FAULT = (DirectoryError, PeerError, RemoteProtocolError)
 
 
@@ -67,7 +67,7 @@ def routes(
     Exit code 3 where no route covers the model; the missing layers are named.
     """
     initial = parse_initial_peers(initial_peers)
-    look = Look(
+    look = SwarmInspector(
         text=model,
         manifest=package_manifest(model),
         tokens=tokens,
@@ -92,7 +92,7 @@ async def _directory(initial: Sequence[Address]) -> AsyncIterator[PeerDirectory]
         await directory.close()
 
 
-async def _once(look: Look, initial: Sequence[Address], as_json: bool) -> None:
+async def _once(look: SwarmInspector, initial: Sequence[Address], as_json: bool) -> None:
     """Raises NotCovered after showing what there is."""
     console = messages()
     async with _directory(initial) as directory:
@@ -109,7 +109,7 @@ async def _once(look: Look, initial: Sequence[Address], as_json: bool) -> None:
         raise NotCovered(seen.problem, missing=[(span.first, span.last) for span in seen.missing])
 
 
-async def _watch(look: Look, initial: Sequence[Address], every: float, as_json: bool) -> None:
+async def _watch(look: SwarmInspector, initial: Sequence[Address], every: float, as_json: bool) -> None:
     """The first look may fail; later ones leave the last picture and say why it is old."""
     console = results()
     async with _directory(initial) as directory:
@@ -152,12 +152,12 @@ async def _models(initial: Sequence[Address], as_json: bool) -> None:
             async with asyncio.TaskGroup() as group:
                 looks = [
                     group.create_task(find_peers(directory, model.digest, now=time.time()))
-                    for model in served[:_MOST_MODELS]
+                    for model in served[:_MAX_MODELS]
                 ]
         _say_trusted(directory)
     views: list[ModelView] = [view_model(model, task.result()) for model, task in zip(served, looks, strict=False)]
-    if len(served) > _MOST_MODELS:
-        _note(f"the first {_MOST_MODELS} of {len(served)} models")
+    if len(served) > _MAX_MODELS:
+        _note(f"the first {_MAX_MODELS} of {len(served)} models")
     if as_json:
         write_json({"schema": SCHEMA, "models": [view.to_plain() for view in views]})
     elif views:

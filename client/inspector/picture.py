@@ -34,9 +34,9 @@ _GAP_STYLE, _RUN_STYLE = "bold red", "bold green"
 class Scale:
     """Layers to cells of a terminal: several cells a layer, or several layers a cell."""
 
-    def __init__(self, layers: int, most_cells: int) -> None:
+    def __init__(self, layers: int, max_cells: int) -> None:
         self._layers = layers
-        self.cells = most_cells // layers * layers if layers <= most_cells else max(1, most_cells)
+        self.cells = max_cells // layers * layers if layers <= max_cells else max(1, max_cells)
 
     def cell(self, boundary: int) -> int:
         """The cell at which layer `boundary` begins."""

@@ -23,7 +23,7 @@ _ASKED_FOR_MANIFEST = 3
 _OTHERS_FAULT = (DirectoryError, PeerError, RemoteProtocolError)
 
 
-class Look:
+class SwarmInspector:
     """Everything that one look at a model's swarm takes, and what the first one learned for the next.
 
     `text` is the model's name or digest where there is no `manifest`.

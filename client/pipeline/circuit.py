@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from client.config import ClientConfig
-from client.pipeline.connections import Lines
-from client.pipeline.deadlines import Pace
+from client.pipeline.connections import ConnectionPool
+from client.pipeline.deadlines import StepTimes
 from client.pipeline.hop import Hop, close_all
 from swarm.engine.steps import all_finite
 from swarm.errors import (
@@ -93,9 +93,9 @@ class Circuit:
         epoch: int,
         vocab_size: int,
         hidden_size: int,
-        lines: Lines,
+        connections: ConnectionPool,
         config: ClientConfig,
-        pace: Pace,
+        step_times: StepTimes,
         clock: Callable[[], float],
     ) -> None:
         self.route = route
@@ -109,9 +109,9 @@ class Circuit:
         self._epoch = epoch
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
-        self._lines = lines
+        self._connections = connections
         self._config = config
-        self._pace = pace
+        self._step_times = step_times
         self._clock = clock
         self._steps = itertools.count()
         self._flights: dict[int, _Flight] = {}
@@ -131,7 +131,7 @@ class Circuit:
         """Open and link all hops. Raises the first fault's error; `faults` has all of them."""
         hops = len(self.hops)
         await self._on_each(
-            self.hops, lambda hop: hop.open(self._lines, max_tokens=max_tokens, hops=hops, prefix=prefix)
+            self.hops, lambda hop: hop.open(self._connections, max_tokens=max_tokens, hops=hops, prefix=prefix)
         )
         await self._on_each(self.hops[:-1], self._link)
         self._is_established = True
@@ -234,7 +234,7 @@ class Circuit:
             if quiet_since != self._quiet_since:
                 quiet_since, stalled_since = self._quiet_since, None
             head = next(iter(self._flights.values()), None)
-            expected = self._pace.expected(len(head.forward.tokens)) if head else 0.0
+            expected = self._step_times.expected(len(head.forward.tokens)) if head else 0.0
             limit = self._config.step_floor_s + self._config.step_factor * expected
             wait = quiet_since + limit - self._clock() if stalled_since is None else _LOOK_AGAIN_S
             try:
@@ -343,7 +343,7 @@ class Circuit:
             del self._flights[step]
         now = self._clock()
         tokens = len(flight.forward.tokens)
-        self._pace.observe(tokens, now - max(flight.sent_at, self._quiet_since))
+        self._step_times.observe(tokens, now - max(flight.sent_at, self._quiet_since))
         self._quiet_since = now
         if not flight.abandoned:
             self._answers.append(Answer(forward=flight.forward, output=output, sent_at=flight.sent_at, received_at=now))
@@ -375,7 +375,7 @@ class Circuit:
             if hop.peer_id in taken:
                 hop.hand_over()
         for hop in left:
-            self._lines.finish(hop.close())
+            self._connections.finish(hop.close())
 
     async def close(self) -> None:
         """Give everything back on all hops at once. Idempotent, bounded, goes on if the caller is cancelled.
@@ -383,7 +383,7 @@ class Circuit:
         Who waits for an answer gets LocalProtocolError.
         """
         self._hop_fault(self.hops[0], LocalProtocolError("this session was closed while it was answering"))
-        await close_all(self.hops, self._lines)
+        await close_all(self.hops, self._connections)
 
 
 def ids_of(tokens: Sequence[int]) -> Ids:

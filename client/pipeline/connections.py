@@ -24,7 +24,7 @@ _NO_WAY = LinkQuality(rtt_s=math.inf)
 _NO_WAY_KEPT_S = 5.0
 
 
-class Listener(Protocol):
+class SessionListener(Protocol):
     """A session on a line."""
 
     def heard(self, message: Output | Failure) -> None: ...
@@ -34,12 +34,12 @@ class Listener(Protocol):
     def lost(self, error: SwarmError) -> None: ...
 
 
-class Line:
+class PeerConnection:
     """One open connection; what comes in for a session goes to its listener."""
 
     def __init__(self) -> None:
         self.channel: Channel
-        self.listeners: dict[str, Listener] = {}
+        self.listeners: dict[str, SessionListener] = {}
         self.said_leaving: Leaving | None = None
 
     def on_message(self, message: Message) -> None:
@@ -67,28 +67,28 @@ class _Measured:
     until: float
 
 
-class Lines:
+class ConnectionPool:
     """The open lines by peer id. A line that broke is opened anew when it is next wanted."""
 
     def __init__(self, *, hello: Hello, config: ClientConfig, clock: Callable[[], float]) -> None:
         self._hello = hello
         self._config = config
         self._clock = clock
-        self._lines: dict[str, Line] = {}
-        self._opening: dict[tuple[str, int], asyncio.Task[Line]] = {}
+        self._connections: dict[str, PeerConnection] = {}
+        self._opening: dict[tuple[str, int], asyncio.Task[PeerConnection]] = {}
         self._measured: dict[str, _Measured] = {}
         self._finishing: set[asyncio.Task[Any]] = set()
         self._closed = False
 
-    async def line(self, record: PeerRecord) -> Line:
+    async def connection(self, record: PeerRecord) -> PeerConnection:
         """An open line to the very process that `record` is about.
 
         Raises PeerUnreachable (also where another process answers there by now), WrongPeer, PeerStalled,
         or whatever `stream.connect` makes of the peer's greeting.
         """
-        line = self._open_line(record)
-        if line is not None:
-            return line
+        connection = self._open_connection(record)
+        if connection is not None:
+            return connection
         key = (record.peer_id, record.incarnation)
         opening = self._opening.get(key)
         if opening is None:
@@ -97,40 +97,44 @@ class Lines:
         # whoever is cancelled does not take the connection away from others who wait for it
         return await asyncio.shield(opening)
 
-    def _open_line(self, record: PeerRecord) -> Line | None:
+    def _open_connection(self, record: PeerRecord) -> PeerConnection | None:
         """The one that leads to this very process, where there is one."""
-        line = self._lines.get(record.peer_id)
-        if line is None or line.channel.closed or line.channel.hello.incarnation != record.incarnation:
+        connection = self._connections.get(record.peer_id)
+        if (
+            connection is None
+            or connection.channel.closed
+            or connection.channel.hello.incarnation != record.incarnation
+        ):
             return None
-        return line
+        return connection
 
-    def _opened(self, key: tuple[str, int], task: asyncio.Task[Line]) -> None:
+    def _opened(self, key: tuple[str, int], task: asyncio.Task[PeerConnection]) -> None:
         del self._opening[key]
         if not task.cancelled():
             task.exception()  # whoever waits has it; that nobody does any more is no reason to complain
 
-    async def _connect(self, record: PeerRecord) -> Line:
-        line = Line()
-        line.channel = await Channel.open(
+    async def _connect(self, record: PeerRecord) -> PeerConnection:
+        connection = PeerConnection()
+        connection.channel = await Channel.open(
             record.places,
             self._hello,
             timeout=self._config.connect_timeout_s,
-            on_message=line.on_message,
-            on_lost=line.on_lost,
+            on_message=connection.on_message,
+            on_lost=connection.on_lost,
         )
-        found = line.channel.hello
+        found = connection.channel.hello
         if self._closed or found.incarnation != record.incarnation or found.model != record.model:
-            await line.channel.close()
+            await connection.channel.close()
             raise PeerUnreachable(
                 f"peer {record.name or record.peer_id[:8]} was restarted since it announced itself; "
                 "wait for its next announcement",
                 peer=record.peer_id,
             )
-        before = self._lines.get(record.peer_id)
-        self._lines[record.peer_id] = line
+        before = self._connections.get(record.peer_id)
+        self._connections[record.peer_id] = connection
         if before is not None:
             await self._end(before, "the peer was restarted")
-        return line
+        return connection
 
     async def measure(self, records: Iterable[PeerRecord]) -> dict[str, LinkQuality]:
         """The way to each peer, measured now or a little while ago; infinite where there is none.
@@ -147,7 +151,7 @@ class Lines:
                 and known.incarnation == record.incarnation
                 and now < known.until
                 # a way whose line has broken since may be none any more
-                and (not known.link.reachable or self._open_line(record) is not None)
+                and (not known.link.reachable or self._open_connection(record) is not None)
             ):
                 links[record.peer_id] = known.link
             else:
@@ -157,8 +161,8 @@ class Lines:
         async def measure(record: PeerRecord) -> None:
             async with gate:
                 try:
-                    line = await self.line(record)
-                    links[record.peer_id] = await measure_link(line.channel, timeout=config.ping_timeout_s)
+                    connection = await self.connection(record)
+                    links[record.peer_id] = await measure_link(connection.channel, timeout=config.ping_timeout_s)
                 except SwarmError:  # one peer's trouble, of whatever kind, says nothing about the others
                     links[record.peer_id] = _NO_WAY
 
@@ -175,10 +179,10 @@ class Lines:
 
     async def drop(self, peer_id: str) -> None:
         """Close the line to a peer that does not answer; all sessions on it hear that it is lost."""
-        line = self._lines.pop(peer_id, None)
+        connection = self._connections.pop(peer_id, None)
         self._measured.pop(peer_id, None)
-        if line is not None:
-            await self._end(line, f"the connection to peer {peer_id[:8]} was given up")
+        if connection is not None:
+            await self._end(connection, f"the connection to peer {peer_id[:8]} was given up")
 
     def finish(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run what must come to its end even if its caller is cancelled; `close` waits for it a little."""
@@ -195,9 +199,9 @@ class Lines:
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
-        lines, self._lines = list(self._lines.values()), {}
-        await asyncio.gather(*(self._end(line, "this client was closed") for line in lines))
+        connections, self._connections = list(self._connections.values()), {}
+        await asyncio.gather(*(self._end(connection, "this client was closed") for connection in connections))
 
-    async def _end(self, line: Line, why: str) -> None:
-        line.on_lost(PeerLost(why, peer=line.channel.peer_id))
-        await line.channel.close()
+    async def _end(self, connection: PeerConnection, why: str) -> None:
+        connection.on_lost(PeerLost(why, peer=connection.channel.peer_id))
+        await connection.channel.close()

@@ -7,7 +7,7 @@ from swarm.routing.plan import Route
 _WEIGHT = 0.3
 
 
-class Pace:
+class StepTimes:
     """Expected seconds of a step of n tokens: what the route's records say, or what was measured if that is more.
 
     A single token and a token of a chunk have their own measured times: the first is bound by reading
@@ -34,10 +34,10 @@ class Pace:
         self._measured[tokens > 1] = each if before is None or each > before else before + _WEIGHT * (each - before)
 
 
-def pace_of(route: Route) -> Pace:
+def step_times_of(route: Route) -> StepTimes:
     """What the route's records promise, for a token and for a token of a prompt."""
     records = [(hop.record, len(hop.span)) for hop in route.hops]
-    return Pace(
+    return StepTimes(
         token_s=sum(record.layer_time_s * layers for record, layers in records),
         prompt_token_s=sum(record.prefill_time_s * layers for record, layers in records),
         latency_s=route.return_s

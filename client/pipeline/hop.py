@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable
 
 from client.config import ClientConfig
-from client.pipeline.connections import Line, Lines
+from client.pipeline.connections import ConnectionPool, PeerConnection
 from swarm.errors import SwarmError
 from swarm.routing.plan import HopPlan
 from swarm.wire.failures import failure_to_error
@@ -50,7 +50,7 @@ class Hop:
         self._config = config
         self._on_output = on_output
         self._on_fault = on_fault
-        self._line: Line | None = None
+        self._connection: PeerConnection | None = None
 
     @property
     def peer_id(self) -> str:
@@ -64,19 +64,19 @@ class Hop:
     @property
     def is_asked(self) -> bool:
         """The peer may know this session under this epoch."""
-        return self._line is not None
+        return self._connection is not None
 
-    async def open(self, lines: Lines, *, max_tokens: int, hops: int, prefix: bytes = b"") -> None:
+    async def open(self, connections: ConnectionPool, *, max_tokens: int, hops: int, prefix: bytes = b"") -> None:
         """Reserve room there, as one of `hops`; `held` tokens of what `prefix` names are cached then.
 
         Raises PeerError (PeerBusy says when there is room), ContextExceeded.
         """
-        line = await lines.line(self.plan.record)
+        connection = await connections.connection(self.plan.record)
         # from here on the peer may know the session, whatever becomes of the answer
-        self._line = line
-        line.listeners[self.session] = self
+        self._connection = connection
+        connection.listeners[self.session] = self
         question = OpenSession(
-            request=line.channel.next_request(),
+            request=connection.channel.next_request(),
             session=self.session,
             epoch=self.epoch,
             secret=self._secret,
@@ -87,51 +87,51 @@ class Hop:
             prefix=prefix,
             hops=hops,
         )
-        opened = await line.channel.ask(question, SessionOpened, timeout=self._config.open_timeout_s)
+        opened = await connection.channel.ask(question, SessionOpened, timeout=self._config.open_timeout_s)
         self.held = opened.held
-        self.is_leaving = line.said_leaving is not None
+        self.is_leaving = connection.said_leaving is not None
 
     async def link(self, following: Hop | None) -> None:
         """Lead this hop's hidden states to the next one; None: to this client, who relays them.
 
         Raises PeerUnreachable where the two cannot reach each other.
         """
-        line = self._open_line()
-        question = Link(request=line.channel.next_request(), session=self.session, epoch=self.epoch)
+        connection = self._open_connection()
+        question = Link(request=connection.channel.next_request(), session=self.session, epoch=self.epoch)
         if following is not None:
             record = following.plan.record
             question = dataclasses.replace(
                 question, addresses=record.addresses, peer_id=record.peer_id, secret=following._secret
             )
-        await line.channel.ask(question, Linked, timeout=self._config.open_timeout_s)
+        await connection.channel.ask(question, Linked, timeout=self._config.open_timeout_s)
 
     def send(self, forward: Forward) -> None:
         """Queue a step; with others on the line it leaves together with theirs. Raises PeerLost."""
-        line = self._open_line()
-        line.channel.send(forward, at_once=len(line.listeners) == 1)
+        connection = self._open_connection()
+        connection.channel.send(forward, at_once=len(connection.listeners) == 1)
 
     async def ping(self, timeout: float) -> Pong:
         """How far the session is there. Raises PeerStalled, PeerLost."""
-        channel = self._open_line().channel
+        channel = self._open_connection().channel
         return await channel.ask(Ping(request=channel.next_request(), session=self.session), Pong, timeout=timeout)
 
     async def close(self) -> None:
         """Give the session back. Idempotent, bounded; a peer that does not answer is left to its own time-outs."""
-        line, self._line = self._line, None
-        if line is None:
+        connection, self._connection = self._connection, None
+        if connection is None:
             return
-        self._stop_listening(line)
-        if line.channel.closed:
+        self._stop_listening(connection)
+        if connection.channel.closed:
             return
         with contextlib.suppress(SwarmError):
-            question = CloseSession(request=line.channel.next_request(), session=self.session)
-            await line.channel.ask(question, SessionClosed, timeout=self._config.close_timeout_s)
+            question = CloseSession(request=connection.channel.next_request(), session=self.session)
+            await connection.channel.ask(question, SessionClosed, timeout=self._config.close_timeout_s)
 
     def hand_over(self) -> None:
         """Stop listening without closing: the session on this peer goes on under another epoch."""
-        line, self._line = self._line, None
-        if line is not None:
-            self._stop_listening(line)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._stop_listening(connection)
 
     # -- what the line hears
 
@@ -149,17 +149,17 @@ class Hop:
     def lost(self, error: SwarmError) -> None:
         self._on_fault(self, error)
 
-    def _open_line(self) -> Line:
-        assert self._line is not None, "the hop is not open"
-        return self._line
+    def _open_connection(self) -> PeerConnection:
+        assert self._connection is not None, "the hop is not open"
+        return self._connection
 
-    def _stop_listening(self, line: Line) -> None:
-        if line.listeners.get(self.session) is self:
-            del line.listeners[self.session]
+    def _stop_listening(self, connection: PeerConnection) -> None:
+        if connection.listeners.get(self.session) is self:
+            del connection.listeners[self.session]
 
 
-async def close_all(hops: list[Hop], lines: Lines) -> None:
+async def close_all(hops: list[Hop], connections: ConnectionPool) -> None:
     """Close sessions on all these hops at once. If the caller is cancelled meanwhile it goes on without it."""
-    tasks = [lines.finish(hop.close()) for hop in hops]
+    tasks = [connections.finish(hop.close()) for hop in hops]
     if tasks:
         await asyncio.wait(tasks)

@@ -17,7 +17,7 @@ class _Mark:
     reason: str = ""
 
 
-class Bans:
+class PeerHealth:
     """A ban doubles with each failure of the same process; a restarted peer starts with a clean slate.
 
     A *rest* is no ban: the peer is busy or leaving and said so, nothing counts against it.
@@ -29,7 +29,7 @@ class Bans:
         self._clock = clock
         self._marks: dict[tuple[str, int], _Mark] = {}
 
-    def ban(self, peer: str, incarnation: int, reason: str) -> float:
+    def record_failure(self, peer: str, incarnation: int, reason: str) -> float:
         """Leave the peer out. Returns for how many seconds."""
         mark = self._marks.setdefault((peer, incarnation), _Mark())
         # min() before the power: thousands of failures must not overflow it
@@ -39,13 +39,13 @@ class Bans:
         mark.until = max(mark.until, self._clock() + seconds)
         return seconds
 
-    def rest(self, peer: str, incarnation: int, seconds: float, reason: str) -> None:
+    def pause(self, peer: str, incarnation: int, seconds: float, reason: str) -> None:
         """Leave the peer out for `seconds`, as it asked."""
         mark = self._marks.setdefault((peer, incarnation), _Mark())
         mark.reason = reason
         mark.until = max(mark.until, self._clock() + seconds)
 
-    def forgive(self, peer: str, incarnation: int) -> None:
+    def record_success(self, peer: str, incarnation: int) -> None:
         """The peer did its work: its next failure is a first one again."""
         self._marks.pop((peer, incarnation), None)
 

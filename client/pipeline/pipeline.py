@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from client.config import ClientConfig
 from client.events import Event, OnEvent, Stage
 from client.pipeline.circuit import Answer, Circuit, Fault, ids_of
-from client.pipeline.connections import Lines
-from client.pipeline.deadlines import pace_of
+from client.pipeline.connections import ConnectionPool
+from client.pipeline.deadlines import step_times_of
 from client.pipeline.hop import Hop
 from client.pipeline.planner import Planner
 from client.pipeline.prefix import common_prefix
-from client.pipeline.retry_budget import Trouble
+from client.pipeline.retry_budget import RetryBudget
 from swarm.engine.paged.blocks import first_name, names_of, pack_names
 from swarm.errors import (
     DirectoryError,
@@ -71,7 +71,7 @@ class Pipeline:
         *,
         planner: Planner,
         manifest: Manifest,
-        lines: Lines,
+        connections: ConnectionPool,
         config: ClientConfig,
         max_tokens: int,
         clock: Callable[[], float],
@@ -88,7 +88,7 @@ class Pipeline:
         self._on_event = on_event
         self._planner = planner
         self._manifest = manifest
-        self._lines = lines
+        self._connections = connections
         self._config = config
         self._clock = clock
         self._session = secrets.token_hex(16)
@@ -172,7 +172,7 @@ class Pipeline:
         except TimeoutError as error:
             if not self._until_closed.expired():
                 raise
-            await self._hang_up()
+            await self._close_circuit()
             raise LocalProtocolError("this session was closed while it was answering") from error
         finally:
             if not answered:
@@ -211,7 +211,7 @@ class Pipeline:
             self._until_closed.reschedule(asyncio.get_running_loop().time())
         self._closed = True
         await self._idle.wait()
-        await self._hang_up()
+        await self._close_circuit()
 
     # -- steps
 
@@ -220,19 +220,19 @@ class Pipeline:
             raise LocalProtocolError("this session is closed" if self._closed else "this session is still answering")
 
     async def _answer(self, known: Sequence[int], sampling: Sampling) -> Answer:
-        trouble = Trouble(self._config, self._clock)
+        retry_budget = RetryBudget(self._config, self._clock)
         if self._circuit is not None and not self._circuit.takes(self._prompt_tokens):
-            await self._hang_up()  # others may
+            await self._close_circuit()  # others may
         try:
             while True:
                 try:
-                    circuit = await self._ready(trouble, known)
+                    circuit = await self._ready(retry_budget, known)
                     return await self._catch_up(circuit, known, sampling)
                 except _REPAIRABLE as error:
                     await self._give_up(error)
-                    trouble.add(error)
+                    retry_budget.add(error)
         except SwarmError:
-            await self._hang_up()
+            await self._close_circuit()
             raise
 
     async def _catch_up(self, circuit: Circuit, known: Sequence[int], sampling: Sampling) -> Answer:
@@ -261,17 +261,17 @@ class Pipeline:
             if answer.forward.rows:
                 self._read = known
                 self._windows.popleft()
-                self._praise(circuit)
+                self._record_success(circuit)
                 return answer
             self._say(Stage.PREFILL, "reading the prompt", len(self._cached), len(known))
 
-    def _praise(self, circuit: Circuit) -> None:
+    def _record_success(self, circuit: Circuit) -> None:
         for hop in circuit.hops:
-            self._planner.praise(hop.plan.record)
+            self._planner.record_success(hop.plan.record)
 
     # -- routes
 
-    async def _ready(self, trouble: Trouble, known: Sequence[int]) -> Circuit:
+    async def _ready(self, retry_budget: RetryBudget, known: Sequence[int]) -> Circuit:
         """The circuit as it is, or one over a new route where there is none or a hop is about to leave."""
         while True:
             if self._closed:
@@ -285,7 +285,7 @@ class Pipeline:
             except (RouteError, DirectoryError, PeerError) as error:
                 self._look_again_at = self._clock() + self._config.look_again_s
                 if self._usable_circuit() is None:
-                    left = trouble.wait_for(error)
+                    left = retry_budget.wait_for(error)
                     self._say(Stage.WAITING, f"waiting for a peer: {error}")
                     await asyncio.sleep(min(left, self._config.look_again_s))
                 # else: the hop that leaves is still there, and nobody else is
@@ -298,7 +298,7 @@ class Pipeline:
     async def _next_plan(self) -> Plan:
         for hop in self._circuit.hops if self._circuit else ():
             if hop.is_leaving:
-                self._planner.leave_out(hop.plan.record)
+                self._planner.exclude(hop.plan.record)
         return await self._planner.plan(self.max_tokens, self._plan, prompt_tokens=self._prompt_tokens)
 
     async def _switch(self, plan: Plan, known: Sequence[int]) -> None:
@@ -311,9 +311,9 @@ class Pipeline:
             epoch=next(self._epochs),
             vocab_size=self._manifest.vocab_size,
             hidden_size=self._manifest.hidden_size,
-            lines=self._lines,
+            connections=self._connections,
             config=self._config,
-            pace=pace_of(plan.route),
+            step_times=step_times_of(plan.route),
             clock=self._clock,
         )
         self.forget_windows()
@@ -372,10 +372,10 @@ class Pipeline:
         if hop.peer_id in settled or not isinstance(fault.error, _REPAIRABLE):
             return
         settled.add(hop.peer_id)
-        self._planner.blame(hop.plan.record, fault.error)
+        self._planner.record_failure(hop.plan.record, fault.error)
         if isinstance(fault.error, PeerStalled):
             # no session should wait on this connection any longer
-            self._lines.finish(self._lines.drop(hop.peer_id))
+            self._connections.finish(self._connections.drop(hop.peer_id))
 
     async def _answers(self, hop: Hop) -> bool:
         try:
@@ -384,7 +384,7 @@ class Pipeline:
             return False
         return True
 
-    async def _hang_up(self) -> None:
+    async def _close_circuit(self) -> None:
         circuit, self._circuit = self._circuit, None
         self._windows.clear()
         self._cached.clear()

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from client.config import ClientConfig
-from client.pipeline.connections import Lines
-from client.pipeline.peer_health import Bans
+from client.pipeline.connections import ConnectionPool
+from client.pipeline.peer_health import PeerHealth
 from swarm.discovery.directory import Directory
 from swarm.discovery.records import LEAVING, PeerRecord
 from swarm.discovery.remote_directory import find_peers
@@ -42,16 +42,16 @@ class Planner:
         directory: Directory,
         manifest: Manifest,
         *,
-        lines: Lines,
+        connections: ConnectionPool,
         config: ClientConfig,
         seed: str,
         clock: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
-        self.bans = Bans(first_s=config.ban_s, limit_s=config.ban_limit_s, clock=clock)
+        self.peer_health = PeerHealth(first_s=config.ban_s, limit_s=config.ban_limit_s, clock=clock)
         self._directory = directory
         self._manifest = manifest
-        self._lines = lines
+        self._connections = connections
         self._config = config
         self._seed = seed
         self._clock = clock
@@ -89,8 +89,8 @@ class Planner:
     async def _choose(
         self, records: Sequence[PeerRecord], kv_tokens: int, before: Plan | None, prompt_tokens: int
     ) -> Plan:
-        banned = self.bans.remaining((record.peer_id, record.incarnation) for record in records)
-        links = await self._lines.measure(r for r in records if r.state != LEAVING and r.peer_id not in banned)
+        banned = self.peer_health.remaining((record.peer_id, record.incarnation) for record in records)
+        links = await self._connections.measure(r for r in records if r.state != LEAVING and r.peer_id not in banned)
         records = [self._with_lost_ways(record) for record in records]
         if before is None:
             request = self._request(kv_tokens, prompt_tokens)
@@ -101,29 +101,29 @@ class Planner:
             before = dataclasses.replace(before, request=request)
         return replan(before, now=self._wall(), banned=banned, records=records, links=links)
 
-    def blame(self, record: PeerRecord, error: SwarmError) -> None:
+    def record_failure(self, record: PeerRecord, error: SwarmError) -> None:
         """Leave the peer out for as long as `error` deserves; UnknownSession deserves nothing."""
         peer, incarnation = record.peer_id, record.incarnation
         if isinstance(error, UnknownSession):
             return
         if isinstance(error, PeerBusy):
-            self.bans.rest(peer, incarnation, max(error.retry_after, self._config.look_again_s), str(error))
+            self.peer_health.pause(peer, incarnation, max(error.retry_after, self._config.look_again_s), str(error))
         elif isinstance(error, PeerLeaving):
-            self.leave_out(record)
+            self.exclude(record)
         else:
-            self.bans.ban(peer, incarnation, str(error))
+            self.peer_health.record_failure(peer, incarnation, str(error))
 
-    def leave_out(self, record: PeerRecord) -> None:
+    def exclude(self, record: PeerRecord) -> None:
         """This process is about to leave."""
-        self.bans.rest(record.peer_id, record.incarnation, self._config.ban_limit_s, "it is leaving")
+        self.peer_health.pause(record.peer_id, record.incarnation, self._config.ban_limit_s, "it is leaving")
 
     def part(self, pair: tuple[str, str]) -> None:
         """The first peer cannot send to the second: route them by way of this client for a while."""
         self._apart[pair] = self._clock() + _APART_S
 
-    def praise(self, record: PeerRecord) -> None:
+    def record_success(self, record: PeerRecord) -> None:
         """The peer did its part of a step."""
-        self.bans.forgive(record.peer_id, record.incarnation)
+        self.peer_health.record_success(record.peer_id, record.incarnation)
 
     async def close(self) -> None:
         """Stop looking up."""

@@ -8,7 +8,7 @@ from client.config import ClientConfig
 from swarm.errors import NotCovered, PeerBusy, SwarmError
 
 
-class Trouble:
+class RetryBudget:
     """What went wrong since the last answer with a token, and how much of it is still borne."""
 
     def __init__(self, config: ClientConfig, clock: Callable[[], float]) -> None:

@@ -24,10 +24,10 @@ from swarm.engine.base import Engine, Step
 from swarm.errors import ConfigError, EngineError, UnsupportedModel
 from swarm.model.manifest import TOKENIZER, Manifest, check_files, load_manifest
 from swarm.model.memory_footprint import kv_token_bytes
-from swarm.process.priority import give_way
+from swarm.process.priority import lower_priority
 from swarm.sampling import Sampling
 
-_MOST_KV_TOKENS = 1 << 17
+_MAX_KV_TOKENS = 1 << 17
 _CHUNK = 256  # a prompt is read in steps of so many tokens: the head's and the layers' activations stay small
 
 
@@ -55,7 +55,7 @@ class DraftModel:
         Raises PackageError, ConfigError where its vocabulary is another, EngineError, UnsupportedModel.
         """
         # one thread: an executor of one worker is that, with futures that asyncio understands
-        executor = ThreadPoolExecutor(1, thread_name_prefix="draft", initializer=give_way)
+        executor = ThreadPoolExecutor(1, thread_name_prefix="draft", initializer=lower_priority)
 
         def load() -> tuple[Engine, Manifest]:
             manifest = load_manifest(package)
@@ -195,7 +195,7 @@ def _open_engine(
 def _kv_tokens(manifest: Manifest) -> int:
     """Positions over all texts: memory for them is taken when they are written."""
     spare: int = psutil.virtual_memory().available // 4
-    return min(max(spare // kv_token_bytes(manifest, manifest.span, "f32"), manifest.context_length), _MOST_KV_TOKENS)
+    return min(max(spare // kv_token_bytes(manifest, manifest.span, "f32"), manifest.context_length), _MAX_KV_TOKENS)
 
 
 def check_same_vocabulary(draft: Manifest, target: Manifest) -> None:

@@ -21,7 +21,7 @@ _STREAKS = (0, 1, 2, 3, 4, 6, 9, 14)
 _FEW = 8
 _FORGOTTEN = 0.1  # of a size's weight, which is 1 where it was seen once
 _LONGEST = 4.0
-_LEAST_S = 1e-6
+_MIN_S = 1e-6
 _GUESSES_TIMED = 9
 _TRY_AGAIN_TOKENS = 64
 _HOPELESS = 8
@@ -240,9 +240,9 @@ class Tuner:
             self._forget_route()
             self._peers = peers
         # what hops say of themselves counts as far as it goes with what is seen from here
-        took = max(answer.received_at - answer.sent_at, _LEAST_S)
-        busy = _between(_LEAST_S, sum(hop.compute_s for hop in trace), took)
-        slowest = _between(_LEAST_S, max(hop.compute_s for hop in trace), busy)
+        took = max(answer.received_at - answer.sent_at, _MIN_S)
+        busy = _between(_MIN_S, sum(hop.compute_s for hop in trace), took)
+        slowest = _between(_MIN_S, max(hop.compute_s for hop in trace), busy)
         ways = took - busy - _between(0.0, sum(hop.queue_s for hop in trace), took - busy)
         if answer.forward.rows == tokens and self.window.depth > 1 and self._has_decoded:
             self._note_crowding(answer)  # its compute is not that of a step which is alone

@@ -138,7 +138,7 @@ def choose_window(
     k: int | None = None,
     depth: int | None = None,
     now: Window = NO_DRAFT,
-    most_guesses: int = MAX_GUESSES,
+    max_guesses: int = MAX_GUESSES,
 ) -> Window:
     """The window that earns most. `chances`: that the next guess is right, that the one after it is then, and so on.
 
@@ -148,7 +148,7 @@ def choose_window(
     without = 1 / costs.trip_s(1) if costs.trip_s(1) > 0 else 0.0
     if k == 0:
         return Window(0, 1, without)
-    sizes = [size for size in _SIZES if size <= most_guesses] if k is None else [min(k, most_guesses)]
+    sizes = [size for size in _SIZES if size <= max_guesses] if k is None else [min(k, max_guesses)]
     depths = _DEPTHS if depth is None else (depth,)
     rates = {(size, ways): rate_of(Window(size, ways), costs, survival) for size in sizes for ways in depths}
     if (now.k, now.depth) in rates:

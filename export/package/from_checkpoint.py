@@ -29,7 +29,7 @@ from export.graph.stateful import drop_beam_gathers
 from export.graph.static import check_fits, write_static
 from export.package.journal import Journal, PartRecord
 from export.package.output import check_free, put_in_place
-from export.package.parts import Piece, Pieces, Weigh
+from export.package.parts import PartBuilder, PartGraph, Weigh
 from export.package.row_blocks import compress_rows
 from export.sources.openvino_ir import facts, windows_of
 from export.sources.source import ModelFacts, Progress, eos_of_tokenizer, silent, slug
@@ -134,7 +134,7 @@ def write_parts(work: Work, journal: Journal, parts: Sequence[str], progress: Pr
     chosen = [(part, layer) for part, layer in parts_of(work.layers) if part in parts]
     windows = work.facts.windows(work.layers)
     with tempfile.TemporaryDirectory(dir=journal.folder, prefix="traced-") as scratch:
-        pieces = Pieces(work.decoder, work.family, Path(scratch))
+        pieces = PartBuilder(work.decoder, work.family, Path(scratch))
         fused: set[bytes] = set()  # what is true of one layer is true of those that differ in their weights alone
         unreleased = 0
         for done, (part, layer) in enumerate(chosen):
@@ -284,7 +284,9 @@ def export_checkpoint(
     return manifest
 
 
-def _make(pieces: Pieces, part: str, layer: int | None, windows: Sequence[int | None], format: Format) -> Piece:
+def _make(
+    pieces: PartBuilder, part: str, layer: int | None, windows: Sequence[int | None], format: Format
+) -> PartGraph:
     """A layer as it is; embedding and head compressed already, by rows: each is one matrix, maybe the largest."""
     if layer is not None or format.weights not in (INT8, INT4):
         return pieces.make(part, layer, windows, _half if format.weights == F16 else None)

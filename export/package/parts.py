@@ -22,7 +22,7 @@ from export.checkpoint.one_layer import TINY_VOCABULARY, Decoder, first_rows
 from export.checkpoint.torch_stack import versions
 from export.checkpoint.trace import Template, origin_names, put_weights, trace
 from export.graph.cut import cut_embed, cut_head, cut_layer, name_new_ops
-from export.verify.reference import Ends, deviation, passages, random_hidden, run_layer
+from export.verify.reference import EmbedAndHead, deviation, passages, random_hidden, run_layer
 from export.verify.runner import Runner, Step
 from swarm.engine.memory import release_memory
 from swarm.errors import UnsupportedModel
@@ -36,7 +36,7 @@ _LAYER_NUMBER = re.compile(r"\.0\.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class PartGraph:
     """A part's graph; its weights lie in `alive`, which has to live as long as the graph."""
 
     model: ov.Model
@@ -44,7 +44,7 @@ class Piece:
     alive: list[Any]
 
 
-class Pieces:
+class PartBuilder:
     """Makes the parts of one checkpoint, in any order. `scratch` is for traced graphs."""
 
     def __init__(self, decoder: Decoder, family: Family, scratch: Path) -> None:
@@ -55,7 +55,9 @@ class Pieces:
         self._ends_are_right = False
         self._windows: tuple[int | None, ...] | None = None
 
-    def make(self, part: str, layer: int | None, windows: Iterable[int | None], shape: Weigh | None = None) -> Piece:
+    def make(
+        self, part: str, layer: int | None, windows: Iterable[int | None], shape: Weigh | None = None
+    ) -> PartGraph:
         """The graph of `part`. `shape` is applied to every tensor before it goes in.
 
         Raises UnsupportedModel where the family cannot be traced or comes out wrong, PackageError and DamagedFile
@@ -69,16 +71,16 @@ class Pieces:
             self._ends_are_right = True
         return self._end(part, weigh)
 
-    def _end(self, part: str, weigh: Weigh) -> Piece:
+    def _end(self, part: str, weigh: Weigh) -> PartGraph:
         template = self._template(0)
         model = cut_embed(template.ir) if part == EMBED else cut_head(template.ir)
         tensors = self._read(part, origin_names(model, template.origins))
         alive = put_weights(model, template.origins, {name: weigh(name, t) for name, t in tensors.items()})
         name_new_ops(model, part, set())
         output = model.outputs[0].partial_shape[2].get_length()
-        return Piece(model=model, facts={"hidden_size" if part == EMBED else "vocab_size": output}, alive=alive)
+        return PartGraph(model=model, facts={"hidden_size" if part == EMBED else "vocab_size": output}, alive=alive)
 
-    def _layer(self, layer: int, window: int | None, weigh: Weigh) -> Piece:
+    def _layer(self, layer: int, window: int | None, weigh: Weigh) -> PartGraph:
         template = self._template(layer)
         part = layer_part(layer)
         model = cut_layer(template.ir, 0)
@@ -89,7 +91,7 @@ class Pieces:
             _number(variable, layer)
         name_new_ops(model, part, set())
         model.set_friendly_name(part)
-        return Piece(model=model, facts=self._facts(model, layer, window), alive=alive)
+        return PartGraph(model=model, facts=self._facts(model, layer, window), alive=alive)
 
     def rows(self, part: str) -> tuple[int, int]:
         """The vocabulary's size and the bytes of one token's numbers, in embedding or head."""
@@ -153,7 +155,7 @@ class Pieces:
     def _require_right_ends(self) -> None:
         """The same for embedding and head, with the first few tokens of the vocabulary."""
         size, count = int(self._decoder.config.vocab_size), min(TINY_VOCABULARY, int(self._decoder.config.vocab_size))
-        true = Ends(self._decoder, vocabulary=count)
+        true = EmbedAndHead(self._decoder, vocabulary=count)
         tokens = np.arange(count, dtype=np.int64)
         hidden = random_hidden(self._decoder.config.hidden_size, count)
         for part, expected in ((EMBED, true.embed(tokens)), (HEAD, true.logits(hidden))):

@@ -20,15 +20,15 @@ from openvino import opset15 as op
 
 from export.graph.compress import Format, compress
 from export.graph.cut import name_new_ops
-from export.package.parts import Piece
+from export.package.parts import PartGraph
 
 _BLOCK = 96 << 20
 """Bytes of the source in a block; nncf takes about six times that."""
 
 
 def compress_rows(
-    make: Callable[[int, int], Piece], rows: int, row_bytes: int, format: Format, *, block: int = _BLOCK
-) -> Piece:
+    make: Callable[[int, int], PartGraph], rows: int, row_bytes: int, format: Format, *, block: int = _BLOCK
+) -> PartGraph:
     """The graph of `make(0, rows)`, compressed; `make(first, last)` gives it for some of the rows alone."""
     count = max(1, -(-rows * row_bytes // block))
     edges = [round(i * rows / count) for i in range(count + 1)]
@@ -49,7 +49,7 @@ def compress_rows(
     facts = dict(piece.facts)
     if "vocab_size" in facts:
         facts["vocab_size"] = rows
-    return Piece(model=model, facts=facts, alive=piece.alive)
+    return PartGraph(model=model, facts=facts, alive=piece.alive)
 
 
 def _constant(numbers: NDArray[Any], kind: ov.Type) -> Any:

@@ -21,7 +21,7 @@ from export.checkpoint.one_layer import Decoder
 from export.checkpoint.torch_stack import versions
 from export.graph.part_file import parts_of
 from export.sources.source import Progress, silent
-from export.verify.reference import Ends, Floats, deviation, passages, random_hidden, run_layer
+from export.verify.reference import EmbedAndHead, Floats, deviation, passages, random_hidden, run_layer
 from export.verify.runner import Runner, Step
 from swarm.engine.base import Step as EngineStep
 from swarm.engine.compose import open_engine
@@ -159,7 +159,7 @@ class _Beside:
         return alone.deviation(found)
 
     def _end(self, runner: Runner, part: str) -> float:
-        true, tokens = Ends(self._decoder), _some_tokens(self._manifest)
+        true, tokens = EmbedAndHead(self._decoder), _some_tokens(self._manifest)
         if part == EMBED:
             found = _finite(part, runner.run(Step(tokens=tokens, past=0), None))
             expected = true.embed(tokens[0])

@@ -48,7 +48,7 @@ def passages(decoder: Decoder, layer: int, texts: Sequence[Floats]) -> list[Pass
     return found
 
 
-class Ends:
+class EmbedAndHead:
     """A model of layer 0 alone with the true embedding, last norm and head."""
 
     def __init__(self, decoder: Decoder, *, vocabulary: int | None = None) -> None:

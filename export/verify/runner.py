@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from export.graph.layers import ATTENTION
 from export.sources.source import last_line
 from swarm.errors import EngineError, UnsupportedModel
-from swarm.process.own_thread import apart
+from swarm.process.own_thread import run_in_own_thread
 
 _EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 inference, f32 KV cache, no dynamic quantisation
 
@@ -56,7 +56,7 @@ class Runner:
         """Raises EngineError where the CPU does not compile it."""
         self._name = graph.get_friendly_name() if isinstance(graph, ov.Model) else str(graph)
         try:
-            compiled = apart(lambda: ov.Core().compile_model(graph, "CPU", _EXACT))
+            compiled = run_in_own_thread(lambda: ov.Core().compile_model(graph, "CPU", _EXACT))
             self._request = compiled.create_infer_request()
         except RuntimeError as error:
             raise EngineError(f"{self._name} cannot be compiled: {last_line(error)}") from error

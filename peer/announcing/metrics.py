@@ -12,7 +12,7 @@ from peer.sessions.service import Load
 from swarm.discovery.records import SERVING
 from swarm.engine.base import Step
 from swarm.errors import SwarmError
-from swarm.process.prometheus import Asked
+from swarm.process.prometheus import ScrapeCollector
 
 _STEP_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 2.0, 8.0)
 _BATCH = (1, 2, 4, 8, 16, 32, 64)
@@ -41,7 +41,7 @@ class PeerGauges:
         self._batch = Histogram(
             "swarm_peer_step_batch", "Steps that ran in one call.", buckets=_BATCH, registry=registry
         )
-        registry.register(Asked(self._state))
+        registry.register(ScrapeCollector(self._state))
 
     def step(self, step: Step, outcome: StepOutcome) -> None:
         """A step was computed."""

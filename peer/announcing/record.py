@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from peer.loading.self_test import SelfTest
 from peer.loading.span_files import held_layers
-from peer.serving.queries import Shelf
+from peer.serving.queries import SharedFiles
 from peer.sessions.service import Load, Serving
 from swarm.discovery.records import ModelRecord, PeerRecord
 from swarm.model.manifest import Manifest, layer_part
@@ -17,7 +17,7 @@ from swarm.transport.hello import SOFTWARE
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offer:
+class Announcement:
     """The part that stays the same while the peer runs. Times are the self-test's, until real steps were measured."""
 
     manifest: Manifest
@@ -34,13 +34,20 @@ class Offer:
 
     @classmethod
     def of(
-        cls, serving: Serving, shelf: Shelf, tested: SelfTest, *, peer_id: str, incarnation: int, device: str
-    ) -> Offer:
+        cls,
+        serving: Serving,
+        shared_files: SharedFiles,
+        tested: SelfTest,
+        *,
+        peer_id: str,
+        incarnation: int,
+        device: str,
+    ) -> Announcement:
         return cls(
             manifest=serving.manifest,
             span=serving.engine.span,
             entries=serving.entries if serving.builder is not None else (),
-            holds=held_layers(shelf),
+            holds=held_layers(shared_files),
             numerics=serving.engine.numerics,
             device=device,
             peer_id=peer_id,

@@ -5,7 +5,7 @@ from __future__ import annotations
 _FORGETTING = 0.98
 
 
-class Cost:
+class CostModel:
     """What an inference of n tokens takes: a + b n seconds, fitted to the last ones, newer ones weighing more."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from peer.batching.scheduler import Due
+from peer.batching.scheduler import PendingStep
 from swarm.engine.base import Step, StepResult
 from swarm.errors import BadStep, EngineError, PeerFailed, SwarmError
 from swarm.sampling import Choice, Sampling, choose
@@ -28,7 +28,7 @@ class StepOutcome:
 
 
 @dataclass(eq=False, kw_only=True)
-class StepJob(Due):
+class StepJob(PendingStep):
     """A step on its way; `future` belongs to the event loop, `dropped` is set from there."""
 
     future: asyncio.Future[Any]

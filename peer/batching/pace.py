@@ -11,7 +11,7 @@ _PROMPT_TOKENS = 16
 _WINDOW_S = 5.0
 
 
-class Pace:
+class LayerTime:
     """Moving averages over real steps: of one token (decode), and of many (a prompt's chunk)."""
 
     def __init__(self) -> None:

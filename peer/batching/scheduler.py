@@ -37,18 +37,18 @@ from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from peer.batching.cost_model import Cost
-from peer.batching.sequence import Tenant
+from peer.batching.cost_model import CostModel
+from peer.batching.sequence import ScheduledSequence
 
 SHORT = 16
 """Tokens up to which a step is taken for a token of a text that is being written (or a few drafts of it)."""
 ALONE = 128
 """Tokens of one inference where no short step waits or is about to come: what comes meanwhile waits for it."""
-LEAST = 3
+MIN_PORTION = 3
 """Tokens of a prompt that a round takes at least. Beside one short step these are four: the CPU plugin takes four
 for a quarter more than one, and five for twice as much."""
 STRETCH = 1.3
-MOST_STEPS = 64
+MAX_STEPS = 64
 PAUSE_S = 3.0
 PATIENCE_S = 10.0
 LINGER = 0.1
@@ -58,8 +58,8 @@ anywhere between 0.1 and 0.3; without it 0.7.
 """
 
 
-class Room(Protocol):
-    """The blocks of KV cache, as `swarm.engine.paged.block_tables.Tables` has them."""
+class KvRoom(Protocol):
+    """The blocks of KV cache, as `swarm.engine.paged.block_tables.BlockTables` has them."""
 
     @property
     def free(self) -> int: ...
@@ -80,7 +80,7 @@ class Room(Protocol):
 
 
 @dataclass(eq=False, kw_only=True)
-class Due:
+class PendingStep:
     """A step that waits: `tokens` from `start`, of which `done` are computed.
 
     `client` is who must not crowd out others, `opened_at` the session's age, `engine` what runs it: one a round,
@@ -108,7 +108,7 @@ class Due:
         return self.start + self.done
 
 
-D = TypeVar("D", bound=Due)
+D = TypeVar("D", bound=PendingStep)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Portion(Generic[D]):
     count: int
 
 
-class Schedule(Protocol[D]):
+class Scheduler(Protocol[D]):
     """Steps in, rounds out."""
 
     def __len__(self) -> int: ...
@@ -151,7 +151,7 @@ class Schedule(Protocol[D]):
         """The session is closed."""
 
 
-class InTurn(Generic[D]):
+class SerialScheduler(Generic[D]):
     """First come, first served, each step whole: for an engine that runs steps one after another.
 
     `batch` steps of different sessions make a round.
@@ -210,16 +210,16 @@ class _Plan(Generic[D]):
     blocks: int = 0
 
 
-class Shared(Generic[D]):
+class BatchScheduler(Generic[D]):
     """Rounds for an engine that computes many sessions at once, whose caches share `room`."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: KvRoom) -> None:
         self._room = room
         self._due: list[D] = []
-        self._tenants: dict[str, Tenant] = {}
+        self._sequences: dict[str, ScheduledSequence] = {}
         self._served: dict[Hashable, float] = {}  # tokens, by client
         self._level = 0.0  # what the least served client of the last round had: who comes is given no less
-        self._cost = Cost()
+        self._cost = CostModel()
         self._last_s, self._last_at = 0.0, float("-inf")  # how long the last round took, and its end
         self._turns: dict[object, int] = {}  # the last round of each engine
         self._counter = itertools.count(1)
@@ -230,12 +230,14 @@ class Shared(Generic[D]):
 
     def add(self, due: D) -> None:
         self._due.append(due)
-        tenant = self._tenants.get(due.session)
-        if tenant is None:
-            tenant = self._tenants[due.session] = Tenant(due.client, due.engine, due.opened_at, due.put_at)
-        tenant.used_at, tenant.hops = due.put_at, due.hops
+        sequence = self._sequences.get(due.session)
+        if sequence is None:
+            sequence = self._sequences[due.session] = ScheduledSequence(
+                due.client, due.engine, due.opened_at, due.put_at
+            )
+        sequence.used_at, sequence.hops = due.put_at, due.hops
         if due.tokens <= SHORT:
-            tenant.back(due.put_at)
+            sequence.back(due.put_at)
         # who was away has no claim to what it might have had
         self._served[due.client] = max(self._served.get(due.client, 0.0), self._level)
 
@@ -246,16 +248,16 @@ class Shared(Generic[D]):
         self._due.clear()
 
     def opened(self, session: str, *, client: Hashable, engine: object, opened_at: float, now: float) -> None:
-        self._tenants[session] = Tenant(client, engine, opened_at, now)
+        self._sequences[session] = ScheduledSequence(client, engine, opened_at, now)
 
     def forget(self, session: str) -> None:
-        tenant = self._tenants.pop(session, None)
-        if tenant is None:
+        sequence = self._sequences.pop(session, None)
+        if sequence is None:
             return
-        if all(other.client != tenant.client for other in self._tenants.values()):
-            self._served.pop(tenant.client, None)
-        if all(other.engine is not tenant.engine for other in self._tenants.values()):
-            self._turns.pop(tenant.engine, None)  # it may be given up, and must not be held here
+        if all(other.client != sequence.client for other in self._sequences.values()):
+            self._served.pop(sequence.client, None)
+        if all(other.engine is not sequence.engine for other in self._sequences.values()):
+            self._turns.pop(sequence.engine, None)  # it may be given up, and must not be held here
 
     def worth_waiting(self, now: float) -> float:
         due = self._due
@@ -266,8 +268,8 @@ class Shared(Generic[D]):
         if now >= until or len(due) >= self._due_to_a_round(due, now):
             return 0.0
         here = {one.session for one in due}
-        others = (tenant for session, tenant in self._tenants.items() if session not in here)
-        return until - now if any(tenant.is_nearly_back(until) for tenant in others) else 0.0
+        others = (sequence for session, sequence in self._sequences.items() if session not in here)
+        return until - now if any(sequence.is_nearly_back(until) for sequence in others) else 0.0
 
     def round(self, now: float) -> list[Portion[D]]:
         engines = dict.fromkeys(one.engine for one in self._due)
@@ -283,7 +285,7 @@ class Shared(Generic[D]):
         self._place_short(due, plan, now)
         left = self._beside(sum(portion.count for portion in plan.portions), due, now)
         for one in (d for d in due if d.left > SHORT):
-            if left <= 0 or len(plan.portions) >= MOST_STEPS:
+            if left <= 0 or len(plan.portions) >= MAX_STEPS:
                 break
             left -= self._place(one, min(one.left, left), plan, now)
         return plan.portions
@@ -298,11 +300,11 @@ class Shared(Generic[D]):
             due = portion.due
             due.done += portion.count
             self._served[due.client] = self._served.get(due.client, 0.0) + portion.count
-            tenant = self._tenants.get(due.session)
-            if tenant is not None:
-                tenant.used_at = now
+            sequence = self._sequences.get(due.session)
+            if sequence is not None:
+                sequence.used_at = now
                 if due.tokens <= SHORT:
-                    tenant.short_at, tenant.round_s = now, seconds
+                    sequence.short_at, sequence.round_s = now, seconds
             if due.left <= 0:
                 self.remove(due)
 
@@ -316,7 +318,7 @@ class Shared(Generic[D]):
         """As many as are due to a round; among clients who had least so far, then who waits longest. Where there are no
         blocks for one, the next has its place."""
         waiting = [one for one in due if one.left <= SHORT]
-        most = min(self._due_to_a_round(waiting, now), MOST_STEPS - (len(waiting) < len(due)))
+        most = min(self._due_to_a_round(waiting, now), MAX_STEPS - (len(waiting) < len(due)))
         waiting.sort(key=lambda one: (self._served.get(one.client, 0.0), one.put_at))
         while waiting and len(plan.portions) < most:
             chosen = waiting[: most - len(plan.portions)]
@@ -328,8 +330,8 @@ class Shared(Generic[D]):
     def _due_to_a_round(self, waiting: Iterable[D], now: float) -> int:
         """How many of the sessions that write would be at this stage if they were spread evenly over their hops."""
         here = {one.session for one in waiting}
-        writing = (tenant for session, tenant in self._tenants.items() if session in here or tenant.writes(now))
-        return max(1, math.ceil(sum(tenant.share for tenant in writing) - 1e-9))
+        writing = (sequence for session, sequence in self._sequences.items() if session in here or sequence.writes(now))
+        return max(1, math.ceil(sum(sequence.share for sequence in writing) - 1e-9))
 
     def _rank(self, due: D) -> tuple[float, float, float]:
         """Among clients who had least so far; among sessions of one the oldest."""
@@ -338,11 +340,11 @@ class Shared(Generic[D]):
     def _beside(self, short: int, due: list[D], now: float) -> int:
         """Tokens of long steps for a round with `short` tokens of short ones."""
         long = {one.session for one in due if one.left > SHORT}
-        expected = any(tenant.writes(now) for session, tenant in self._tenants.items() if session not in long)
+        expected = any(sequence.writes(now) for session, sequence in self._sequences.items() if session not in long)
         if not short and not expected:
             return ALONE
         beside = self._cost.beside(max(short, 1), STRETCH)
-        return SHORT if beside is None else min(max(beside, LEAST), ALONE)
+        return SHORT if beside is None else min(max(beside, MIN_PORTION), ALONE)
 
     def _place(self, due: D, count: int, plan: _Plan[D], now: float) -> int:
         """Put up to `count` tokens of `due`, for which there are blocks, into the plan; how many."""
@@ -357,7 +359,7 @@ class Shared(Generic[D]):
             self.preempted += 1
         if missing > room.free - spoken_for:
             count = min(count, room.fitting(due.session, due.next, beside=spoken_for))
-            if count < min(due.left, LEAST):
+            if count < min(due.left, MIN_PORTION):
                 due.blocked_at = now if due.blocked_at is None else due.blocked_at
                 return 0
         due.blocked_at = None
@@ -372,24 +374,24 @@ class Shared(Generic[D]):
         if self._room.held(due.session):
             return 0
         return sum(
-            tenant.opened_at < due.opened_at and self._room.held(session) > 0
-            for session, tenant in self._tenants.items()
+            sequence.opened_at < due.opened_at and self._room.held(session) > 0
+            for session, sequence in self._sequences.items()
         )
 
     def _victim(self, due: D, running: set[str], now: float) -> str | None:
         """Whose blocks `due` may have."""
         waiting = {one.session for one in self._due}
-        others = [(name, one) for name, one in self._tenants.items() if name != due.session and name not in running]
+        others = [(name, one) for name, one in self._sequences.items() if name != due.session and name not in running]
         paused = [
-            (tenant.used_at, session)
-            for session, tenant in others
-            if session not in waiting and now - tenant.used_at > PAUSE_S and not tenant.writes(now)
+            (sequence.used_at, session)
+            for session, sequence in others
+            if session not in waiting and now - sequence.used_at > PAUSE_S and not sequence.writes(now)
         ]
         if giving := [one for one in paused if self._room.held(one[1])]:
             return min(giving)[1]
-        younger = [(tenant.opened_at, session) for session, tenant in others if tenant.opened_at > due.opened_at]
+        younger = [(sequence.opened_at, session) for session, sequence in others if sequence.opened_at > due.opened_at]
         if giving := [one for one in younger if self._room.held(one[1])]:
             return max(giving)[1]
         # a prefix that several of them hold is given by none alone
         sharing = self._room.sharing({session for _, session in (*paused, *younger)})
-        return max(sharing, key=lambda session: self._tenants[session].opened_at, default=None)
+        return max(sharing, key=lambda session: self._sequences[session].opened_at, default=None)

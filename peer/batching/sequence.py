@@ -11,7 +11,7 @@ _NEARLY = 2 / 3
 
 
 @dataclass(eq=False)
-class Tenant:
+class ScheduledSequence:
     """A session that holds blocks, or may."""
 
     client: Hashable

@@ -30,10 +30,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer.batching.job import StepJob, StepOutcome, device_failed
-from peer.batching.scheduler import InTurn, Portion, Schedule
+from peer.batching.scheduler import Portion, Scheduler, SerialScheduler
 from swarm.engine.base import Engine, Step
 from swarm.errors import EngineError, LocalProtocolError, PeerBusy, PeerFailed, SwarmError
-from swarm.process.priority import give_way
+from swarm.process.priority import lower_priority
 from swarm.sampling import Sampling
 
 T = TypeVar("T")
@@ -76,14 +76,14 @@ class Worker:
 
     def __init__(
         self,
-        schedule: Schedule[Any] | None = None,
+        schedule: Scheduler[Any] | None = None,
         *,
-        most_waiting: int = 4096,
+        max_waiting: int = 4096,
         on_failed: Callable[[SwarmError], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._schedule: Schedule[StepJob] = schedule if schedule is not None else InTurn()
-        self._most_waiting = most_waiting
+        self._schedule: Scheduler[StepJob] = schedule if schedule is not None else SerialScheduler()
+        self._max_waiting = max_waiting
         self._on_failed = on_failed
         self._clock = clock
         self._due: queue.SimpleQueue[StepJob | object] = queue.SimpleQueue()
@@ -144,7 +144,7 @@ class Worker:
             sampling=sampling,
             history=history,
         )
-        if self._waiting >= self._most_waiting:
+        if self._waiting >= self._max_waiting:
             raise PeerBusy(f"{self._waiting} steps wait for this peer's device; send again later", retry_after=1.0)
         self._waiting += 1
         self._due.put(job)
@@ -218,7 +218,7 @@ class Worker:
     # -- in the worker's thread
 
     def _serve(self) -> None:
-        give_way()
+        lower_priority()
         stuck = False
         while not (stuck and self._ended):
             if len(self._schedule):

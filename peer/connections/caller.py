@@ -12,7 +12,7 @@ from swarm.transport.stream import Stream
 from swarm.wire.message import Message
 
 _log = logging.getLogger(__name__)
-_MOST_TASKS = 64
+_MAX_TASKS = 64
 
 
 class Connection:
@@ -66,7 +66,7 @@ class Connection:
 
     def check_room(self) -> None:
         """Raises PeerBusy where too many requests of this caller are under way."""
-        if len(self._tasks) >= _MOST_TASKS:
+        if len(self._tasks) >= _MAX_TASKS:
             raise PeerBusy(f"{len(self._tasks)} requests of this connection are under way; wait for answers first")
 
     def spawn(

@@ -23,7 +23,7 @@ _ATTACH_TIMEOUT_S = 5.0
 _IDLE_S = 30.0
 
 
-class Traveller(Protocol):
+class NextHopUser(Protocol):
     """A session as the way onward sees it."""
 
     @property
@@ -38,7 +38,7 @@ class NextHop:
 
     def __init__(self, peer_id: str, channel: Channel, clock: Callable[[], float]) -> None:
         self.peer_id = peer_id
-        self.travellers: dict[str, Traveller] = {}
+        self.users: dict[str, NextHopUser] = {}
         self._channel = channel
         self._clock = clock
         self._idle_since = clock()
@@ -49,26 +49,26 @@ class NextHop:
 
     @property
     def idle_s(self) -> float:
-        return 0.0 if self.travellers else self._clock() - self._idle_since
+        return 0.0 if self.users else self._clock() - self._idle_since
 
-    async def attach(self, traveller: Traveller, ask: Link) -> None:
+    async def attach(self, user: NextHopUser, ask: Link) -> None:
         """Show the session's secret to the next hop. Raises UnknownSession or another refusal as a PeerError."""
-        self.travellers[traveller.name] = traveller
+        self.users[user.name] = user
         try:
             question = Attach(
                 request=self._channel.next_request(), session=ask.session, epoch=ask.epoch, secret=ask.secret
             )
             await self._channel.ask(question, Attached, timeout=_ATTACH_TIMEOUT_S)
         except BaseException as error:
-            self.detach(traveller)
+            self.detach(user)
             if isinstance(error, SwarmError):
                 raise self.fault(error) from None
             raise
 
-    def detach(self, traveller: Traveller) -> None:
+    def detach(self, user: NextHopUser) -> None:
         """Idempotent; a later session of the same name stays."""
-        if self.travellers.get(traveller.name) is traveller:
-            del self.travellers[traveller.name]
+        if self.users.get(user.name) is user:
+            del self.users[user.name]
             self._idle_since = self._clock()
 
     def fault(self, error: SwarmError) -> SwarmError:
@@ -87,7 +87,7 @@ class NextHop:
         await self._channel.close()
 
 
-class Onward:
+class NextHops:
     """All ways onward from this peer."""
 
     def __init__(self, hello: Callable[[], Hello], *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -147,14 +147,14 @@ class Onward:
         if not isinstance(message, Failure):
             return
         error = failure_to_error(message, hop.peer_id)
-        traveller = hop.travellers.get(message.session)
-        if traveller is not None:
-            traveller.hop_failed(hop.fault(error), message)
+        user = hop.users.get(message.session)
+        if user is not None:
+            user.hop_failed(hop.fault(error), message)
         elif not message.session:
             _log.info("the next hop %s says: %s", hop.peer_id, error)
 
     def _lost(self, hop: NextHop, error: SwarmError) -> None:
         if self._hops.get(hop.peer_id) is hop:
             del self._hops[hop.peer_id]
-        for traveller in list(hop.travellers.values()):
-            traveller.hop_failed(hop.fault(error), None)
+        for user in list(hop.users.values()):
+            user.hop_failed(hop.fault(error), None)

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, TypeVar
 
 from peer.config import JoinConfig
-from peer.lifecycle.listen_addresses import advertised_hosts, directory_port
+from peer.lifecycle.listen_addresses import announced_hosts, directory_port
 from peer.report import Report
 from swarm.discovery.remote_directory import PeerDirectory, told_on_trust
 from swarm.errors import DirectoryError, PeerError, SwarmError, WrongPeer
@@ -28,7 +28,7 @@ _ASK_TIMEOUT_S = 5.0
 _BACK_OFF_S = (0.5, 1.0, 2.0, 5.0)
 
 
-class Meeting:
+class Bootstrap:
     """`stack` gets what must be closed at the end; `config.wait_s` bounds how long an absent swarm is waited for."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Meeting:
         directory: HivemindDirectory = await dht.HivemindDirectory.start(
             host=host,
             port=directory_port(host, port) if dht_port is None else dht_port,
-            announce_hosts=advertised_hosts(host),
+            announce_hosts=announced_hosts(host),
             initial=seeds,
             patience_s=math.inf if self._config.wait_s is None else self._config.wait_s,
             ask_again=None if contact is None else functools.partial(self._others, contact),

@@ -26,17 +26,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from peer.announcing.announcer import Announcer
-from peer.announcing.record import Offer
+from peer.announcing.record import Announcement
 from peer.config import JoinConfig
-from peer.lifecycle.bootstrap import Meeting
-from peer.lifecycle.listen_addresses import advertised_addresses, listening_places
+from peer.lifecycle.bootstrap import Bootstrap
+from peer.lifecycle.listen_addresses import announced_addresses, listen_addresses
 from peer.lifecycle.shutdown import Stop
 from peer.loading.self_test import SelfTest, self_test
-from peer.loading.self_test_cache import PassedTest, test_loaded
+from peer.loading.self_test_cache import SelfTestRecord, test_loaded
 from peer.loading.span import load_span
-from peer.loading.span_files import Supply, check_supply, choose_supply, fetch_supply, reconsider
+from peer.loading.span_files import SpanFiles, check_span_files, choose_span_files, fetch_span_files, reconsider
 from peer.report import Report
-from peer.serving.queries import Desk, Shelf
+from peer.serving.queries import QueryHandler, SharedFiles
 from peer.serving.server import PeerServer
 from peer.sessions.service import Serving, SpanService
 from swarm.discovery.remote_directory import PeerDirectory
@@ -84,8 +84,8 @@ class Peer:
         self._incarnation = time.time_ns() // 1_000_000
         self._model = ""
         self._failure: SwarmError | None = None
-        self._desk = Desk(hello=self._hello)
-        self._server = PeerServer(identity=identity, hello=self._hello, desk=self._desk)
+        self._query_handler = QueryHandler(hello=self._hello)
+        self._server = PeerServer(identity=identity, hello=self._hello, query_handler=self._query_handler)
         self._host = ""
 
     async def run(self) -> None:
@@ -115,9 +115,9 @@ class Peer:
         if self._config.package is not None:
             await asyncio.to_thread(check_device, self._config.device)
         await self._listen()
-        meeting = Meeting(self._config, self._report, hello=self._hello, stack=stack)
-        directory, service, offer = await self._prepare(meeting)
-        if service is None or offer is None:
+        bootstrap = Bootstrap(self._config, self._report, hello=self._hello, stack=stack)
+        directory, service, announcement = await self._prepare(bootstrap)
+        if service is None or announcement is None:
             self._announced(directory, None)
             return None
         self._server.begin(service)
@@ -125,25 +125,25 @@ class Peer:
         announcer = Announcer(
             directory,
             self._identity,
-            current=lambda: offer.record(service.load(), name=self._name, addresses=self._addresses()),
-            model=offer.model,
+            current=lambda: announcement.record(service.load(), name=self._name, addresses=self._addresses()),
+            model=announcement.model,
             hello=self._hello,
         )
-        await meeting.until_it_works(announcer.announce_now)
-        self._announced(directory, offer)
+        await bootstrap.until_it_works(announcer.announce_now)
+        self._announced(directory, announcement)
         return announcer
 
-    async def _prepare(self, meeting: Meeting) -> tuple[HivemindDirectory, SpanService | None, Offer | None]:
+    async def _prepare(self, bootstrap: Bootstrap) -> tuple[HivemindDirectory, SpanService | None, Announcement | None]:
         """The DHT and the span, side by side."""
-        seeds, contact = await meeting.meet()
+        seeds, contact = await bootstrap.meet()
         try:
             async with asyncio.TaskGroup() as group:
-                dht = group.create_task(self._open_dht(meeting, seeds, contact))
+                dht = group.create_task(self._open_dht(bootstrap, seeds, contact))
                 span = group.create_task(self._load(contact)) if self._config.package is not None else None
         except ExceptionGroup as failed:
             raise first_error(failed) from None
-        service, offer = span.result() if span is not None else (None, None)
-        return dht.result(), service, offer
+        service, announcement = span.result() if span is not None else (None, None)
+        return dht.result(), service, announcement
 
     async def _serve_metrics(self, service: SpanService, stack: contextlib.AsyncExitStack) -> None:
         if self._config.metrics is None:
@@ -159,7 +159,7 @@ class Peer:
         self._report.phase("metrics", f"metrics at http://{place}/metrics", metrics=f"http://{place}/metrics")
 
     async def _listen(self) -> None:
-        places = listening_places(self._config.listen)
+        places = listen_addresses(self._config.listen)
         for place in places:
             try:
                 await self._server.start(place.host, place.port)
@@ -172,10 +172,10 @@ class Peer:
             return
 
     async def _open_dht(
-        self, meeting: Meeting, seeds: tuple[str, ...], contact: PeerDirectory | None
+        self, bootstrap: Bootstrap, seeds: tuple[str, ...], contact: PeerDirectory | None
     ) -> HivemindDirectory:
-        directory = await meeting.open_dht(self._host, self._server.port, seeds, contact)
-        self._desk.open_directory(directory, lambda: directory.addresses)
+        directory = await bootstrap.open_dht(self._host, self._server.port, seeds, contact)
+        self._query_handler.open_directory(directory, lambda: directory.addresses)
         self._report.phase(
             "listening",
             f"listening at {self._address()}",
@@ -185,30 +185,35 @@ class Peer:
         )
         return directory
 
-    async def _load(self, contact: PeerDirectory | None) -> tuple[SpanService, Offer]:
+    async def _load(self, contact: PeerDirectory | None) -> tuple[SpanService, Announcement]:
         """From PACKAGE to a span that computes and passed its test."""
         config = self._config
-        supply = await choose_supply(config, contact, self._hello(), peer_id=self._identity.peer_id)
-        shelf, passed, tested = await self._try(supply, contact)
+        span_files = await choose_span_files(config, contact, self._hello(), peer_id=self._identity.peer_id)
+        shared_files, passed, tested = await self._try(span_files, contact)
         for _ in range(_SECOND_THOUGHTS):
-            better = await self._reconsider(supply, contact)
-            if better is supply:
+            better = await self._reconsider(span_files, contact)
+            if better is span_files:
                 break
-            supply = better
-            shelf, passed, tested = await self._try(supply, contact)
-        serving, tested = await self._open(supply, tested)
+            span_files = better
+            shared_files, passed, tested = await self._try(span_files, contact)
+        serving, tested = await self._open(span_files, tested)
         passed.put(tested)
         service = SpanService(serving, peer_id=self._identity.peer_id, hello=self._hello, on_failed=self._device_failed)
-        self._desk.stock(shelf)
-        self._model = supply.manifest.digest
-        return service, Offer.of(
-            serving, shelf, tested, peer_id=self._identity.peer_id, incarnation=self._incarnation, device=config.device
+        self._query_handler.share_files(shared_files)
+        self._model = span_files.manifest.digest
+        return service, Announcement.of(
+            serving,
+            shared_files,
+            tested,
+            peer_id=self._identity.peer_id,
+            incarnation=self._incarnation,
+            device=config.device,
         )
 
-    async def _open(self, supply: Supply, tested: SelfTest) -> tuple[Serving, SelfTest]:
+    async def _open(self, span_files: SpanFiles, tested: SelfTest) -> tuple[Serving, SelfTest]:
         """Load the span, and test it here where no child did."""
         config = self._config
-        serving = await asyncio.to_thread(load_span, config, supply, tested)
+        serving = await asyncio.to_thread(load_span, config, span_files, tested)
         self._report.phase(
             "loaded",
             f"loaded on {config.device}, room for {serving.limits.kv_total} tokens",
@@ -219,25 +224,27 @@ class Peer:
             self._tell_tested(tested)
         return serving, tested
 
-    async def _reconsider(self, supply: Supply, contact: PeerDirectory | None) -> Supply:
+    async def _reconsider(self, span_files: SpanFiles, contact: PeerDirectory | None) -> SpanFiles:
         """Another choice where others have filled the gap meanwhile: volunteers that come together choose the same."""
         if contact is None or self._config.layers is not None:
-            return supply
+            return span_files
         # so that they do not all look again, and choose alike, at the same moment
         await asyncio.sleep(self._rng.uniform(0, _APART_S))
         try:
-            better = await reconsider(self._config, supply, contact, peer_id=self._identity.peer_id)
+            better = await reconsider(self._config, span_files, contact, peer_id=self._identity.peer_id)
         except (PeerError, DirectoryError) as error:
-            self._report.say(f"whether others serve layers {supply.span} by now cannot be told: {error}")
-            return supply
-        if better is not supply:
-            self._report.say(f"others serve layers {supply.span} by now; layers {better.span} are missing more")
+            self._report.say(f"whether others serve layers {span_files.span} by now cannot be told: {error}")
+            return span_files
+        if better is not span_files:
+            self._report.say(f"others serve layers {span_files.span} by now; layers {better.span} are missing more")
         return better
 
-    async def _try(self, supply: Supply, contact: PeerDirectory | None) -> tuple[Shelf, PassedTest, SelfTest]:
+    async def _try(
+        self, span_files: SpanFiles, contact: PeerDirectory | None
+    ) -> tuple[SharedFiles, SelfTestRecord, SelfTest]:
         """Bring the files of a span here, check them, and see whether it runs."""
         config, report = self._config, self._report
-        manifest, span = supply.manifest, supply.span
+        manifest, span = span_files.manifest, span_files.span
         report.phase(
             "chosen",
             f"layers {span} of {manifest.name} ({manifest.digest[:12]})",
@@ -246,16 +253,16 @@ class Peer:
         )
         for edge in sorted({span.first, span.last} - set(manifest.grid)):
             report.say(f"layer {edge} is not on the grid {manifest.grid}: only spans that end there too can join it")
-        if supply.fetched and contact is not None:
-            await fetch_supply(supply, contact, self._hello(), report)
+        if span_files.fetched and contact is not None:
+            await fetch_span_files(span_files, contact, self._hello(), report)
             report.phase("fetched", f"files of layers {span} are here")
-        shelf = await check_supply(supply, report)
-        report.phase("checked", f"{len(shelf.entries)} files can be had here, those of layers {span} are whole")
-        passed = await asyncio.to_thread(PassedTest.of, config, supply)
+        shared_files = await check_span_files(span_files, report)
+        report.phase("checked", f"{len(shared_files.entries)} files can be had here, those of layers {span} are whole")
+        passed = await asyncio.to_thread(SelfTestRecord.of, config, span_files)
         tested = passed.take()
         if tested is None:
             tested = await self_test(
-                supply.package,
+                span_files.package,
                 span,
                 engine=config.engine,
                 device=config.device,
@@ -264,7 +271,7 @@ class Peer:
                 cache_dir=config.cache_dir / "graphs",
             )
             self._tell_tested(tested)
-        return shelf, passed, tested
+        return shared_files, passed, tested
 
     def _tell_tested(self, tested: SelfTest) -> None:
         if tested.instead:
@@ -279,9 +286,13 @@ class Peer:
             engine=tested.engine,
         )
 
-    def _announced(self, directory: HivemindDirectory, offer: Offer | None) -> None:
+    def _announced(self, directory: HivemindDirectory, announcement: Announcement | None) -> None:
         address = self._address()
-        what = "keeps the directory" if offer is None else f"serves layers {offer.span} of {offer.manifest.name}"
+        what = (
+            "keeps the directory"
+            if announcement is None
+            else f"serves layers {announcement.span} of {announcement.manifest.name}"
+        )
         self._report.phase(
             "announced",
             f"{self._name} {what} at {address}",
@@ -290,9 +301,11 @@ class Peer:
             peer_id=self._identity.peer_id,
             name=self._name,
             pid=os.getpid(),
-            span=str(offer.span) if offer is not None else None,
-            entries=list(offer.entries) if offer is not None else [],
-            model={"name": offer.manifest.name, "digest": offer.manifest.digest} if offer is not None else None,
+            span=str(announcement.span) if announcement is not None else None,
+            entries=list(announcement.entries) if announcement is not None else [],
+            model={"name": announcement.manifest.name, "digest": announcement.manifest.digest}
+            if announcement is not None
+            else None,
             dht=directory.addresses,
         )
 
@@ -316,7 +329,7 @@ class Peer:
         return peer_hello(model=self._model, name=self._name, incarnation=self._incarnation)
 
     def _addresses(self) -> list[str]:
-        return advertised_addresses(self._host, self._server.port)
+        return announced_addresses(self._host, self._server.port)
 
     def _address(self) -> str:
         """The one that others need."""

@@ -14,18 +14,18 @@ from swarm.transport.address import Address
 ANY = Address("0.0.0.0", DEFAULT_PORT)
 _TRIED_PORTS = 64
 _TO_DIRECTORY = 1000
-_MOST_HOSTS = 15  # a record has room for 16 addresses
+_MAX_HOSTS = 15  # a record has room for 16 addresses
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}  # reserved for documentation
 
 
-def listening_places(given: Address | None) -> list[Address]:
+def listen_addresses(given: Address | None) -> list[Address]:
     """Where to try to listen, in order: the place that was given, or the default port and those after it."""
     if given is not None:
         return [given]
     return [Address(ANY.host, DEFAULT_PORT + i) for i in range(_TRIED_PORTS)]
 
 
-def advertised_hosts(bound: str) -> list[str]:
+def announced_hosts(bound: str) -> list[str]:
     """The hosts under which others reach what listens at `bound`; the one to tell people first.
 
     Bound to all interfaces these are the addresses of those that are up, and loopback for neighbours.
@@ -34,12 +34,12 @@ def advertised_hosts(bound: str) -> list[str]:
         return [bound]
     family, loopback = (socket.AF_INET6, "::1") if ":" in bound else (socket.AF_INET, "127.0.0.1")
     hosts = [*_towards_elsewhere(family), *_interface_addresses(family)]
-    return [*list(dict.fromkeys(hosts))[: _MOST_HOSTS - 1], loopback]
+    return [*list(dict.fromkeys(hosts))[: _MAX_HOSTS - 1], loopback]
 
 
-def advertised_addresses(bound: str, port: int) -> list[str]:
-    """`advertised_hosts` as HOST:PORT."""
-    return [Address(host, port).place for host in advertised_hosts(bound)]
+def announced_addresses(bound: str, port: int) -> list[str]:
+    """`announced_hosts` as HOST:PORT."""
+    return [Address(host, port).place for host in announced_hosts(bound)]
 
 
 def directory_port(host: str, port: int) -> int:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarm.engine.base import Engine, Step
-from swarm.engine.choice import EngineKind, engines_to_try, most_tokens, open_chosen_engine
+from swarm.engine.choice import EngineKind, engines_to_try, max_tokens_of, open_chosen_engine
 from swarm.errors import EngineError, PackageError, SwarmError, UnsupportedModel
 from swarm.model.manifest import Manifest, load_manifest
 from swarm.model.spans import LayerRange
@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             threads=given.threads,
             cache_dir=given.cache_dir,
         )
-        result = replace(run_here(engine, manifest, room=most_tokens(kind, manifest)), engine=kind)
+        result = replace(run_here(engine, manifest, room=max_tokens_of(kind, manifest)), engine=kind)
     except UnsupportedModel as error:
         sys.stderr.write(f"{error}\n")  # the model's files are all right: another engine may run them
         return EngineError.exit_code

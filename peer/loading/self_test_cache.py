@@ -18,27 +18,27 @@ from pathlib import Path
 
 from peer.config import JoinConfig
 from peer.loading.self_test import SESSION, SelfTest, run_here
-from peer.loading.span_files import Supply
+from peer.loading.span_files import SpanFiles
 from peer.sessions.service import Serving
-from swarm.engine.choice import most_tokens
+from swarm.engine.choice import max_tokens_of
 
 _VERSION = "1"
 
 
 @dataclass(frozen=True)
-class PassedTest:
+class SelfTestRecord:
     """What is remembered of one span, in a small file at `path`."""
 
     path: Path
 
     @classmethod
-    def of(cls, config: JoinConfig, supply: Supply) -> PassedTest:
+    def of(cls, config: JoinConfig, span_files: SpanFiles) -> SelfTestRecord:
         """Named by all that the result depends on. Raises ConfigError where this machine has no such device."""
         from swarm.engine.device import device_identity  # OpenVINO is loaded where it is wanted alone
 
         hardware = device_identity(config.device)
         choices = (config.engine, config.device, config.precision, str(config.threads))
-        key = json.dumps([_VERSION, supply.manifest.digest, str(supply.span), *choices, *hardware])
+        key = json.dumps([_VERSION, span_files.manifest.digest, str(span_files.span), *choices, *hardware])
         return cls(config.cache_dir / "tests" / hashlib.sha256(key.encode()).hexdigest()[:32])
 
     def take(self) -> SelfTest | None:
@@ -62,7 +62,7 @@ class PassedTest:
 def test_loaded(serving: Serving, tested: SelfTest) -> SelfTest:
     """Run the self-test on the engine that is going to serve. Raises EngineError where its numbers are not right."""
     engine, manifest = serving.engine, serving.manifest
-    room = min(most_tokens(tested.engine, manifest), serving.limits.kv_total)
+    room = min(max_tokens_of(tested.engine, manifest), serving.limits.kv_total)
     try:
         fresh = run_here(engine, manifest, room=room)
     finally:

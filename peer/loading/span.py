@@ -9,7 +9,7 @@ import psutil
 
 from peer.config import JoinConfig, SessionLimits
 from peer.loading.self_test import SelfTest
-from peer.loading.span_files import Supply, divide_memory
+from peer.loading.span_files import SpanFiles, divide_memory
 from peer.sessions.segments import Builder
 from peer.sessions.service import Serving
 from swarm.engine.base import Engine
@@ -27,23 +27,23 @@ _PARTS = 2
 _SPARE_SHARE = 0.2
 
 
-def load_span(config: JoinConfig, supply: Supply, tested: SelfTest) -> Serving:
+def load_span(config: JoinConfig, span_files: SpanFiles, tested: SelfTest) -> Serving:
     """Compile the span as it was tested. Blocks for seconds. Raises PackageError, EngineError, ConfigError.
 
     Paged engines of parts have their caches in the whole span's: all sessions together take no more than it has.
     """
-    supply = replace(supply, engine=tested.engine)
+    span_files = replace(span_files, engine=tested.engine)
     kv = Numerics.parse(tested.numerics).kv
     kv_tokens, left = divide_memory(
-        supply, kv, config.kv_tokens, kv_memory=config.kv_memory, paged=supply.engine == "paged"
+        span_files, kv, config.kv_tokens, kv_memory=config.kv_memory, paged=span_files.engine == "paged"
     )
     store: KvStore | None = None
 
     def build(layers: LayerRange) -> Engine:
         return open_chosen_engine(
-            supply.engine,
-            supply.package,
-            supply.manifest,
+            span_files.engine,
+            span_files.package,
+            span_files.manifest,
             layers,
             kv_tokens=kv_tokens,
             store=store,
@@ -53,54 +53,58 @@ def load_span(config: JoinConfig, supply: Supply, tested: SelfTest) -> Serving:
             cache_dir=config.cache_dir / "graphs",
         )
 
-    engine = build(supply.span)
+    engine = build(span_files.span)
     if isinstance(engine, PagedEngine):
         store = engine.store
         if config.kv_spill is not None:
-            store.spill_to(Spill(config.kv_spill, most_bytes=config.kv_spill_size))
+            store.spill_to(Spill(config.kv_spill, max_bytes=config.kv_spill_size))
     elif config.kv_spill is not None:
         _log.warning("--kv-spill is for the paged engine, which does not run here: nothing goes to disk")
 
     def part_bytes(layers: LayerRange) -> int:
         """What a graph of these layers adds to this process."""
-        return weight_bytes(supply.manifest, layers, kv, supply.graphs) + step_bytes(supply.manifest.hidden_size)
+        return weight_bytes(span_files.manifest, layers, kv, span_files.graphs) + step_bytes(
+            span_files.manifest.hidden_size
+        )
 
     def refuse(layers: LayerRange) -> str:
         free = min(left / _PARTS, psutil.virtual_memory().available * (1 - _SPARE_SHARE))
         needed = part_bytes(layers)
         return "" if needed <= free else f"it takes {in_words(needed)}, and {in_words(int(free))} may be used"
 
-    span = supply.span
+    span = span_files.span
     entries = tuple(
         edge
-        for edge in supply.manifest.grid
+        for edge in span_files.manifest.grid
         if span.first < edge < span.last
         and all(
             part_bytes(side) <= left / _PARTS for side in (LayerRange(span.first, edge), LayerRange(edge, span.last))
         )
     )
     return Serving(
-        manifest=supply.manifest,
+        manifest=span_files.manifest,
         engine=engine,
-        kind=supply.engine,
-        limits=_limits(supply, kv_tokens),
+        kind=span_files.engine,
+        limits=_limits(span_files, kv_tokens),
         shares=config.shared_prefixes,
         room=store.tables if store is not None else None,
-        attends_to=supply.manifest.static.context if supply.engine == "static" and supply.manifest.static else 0,
+        attends_to=span_files.manifest.static.context
+        if span_files.engine == "static" and span_files.manifest.static
+        else 0,
         entries=entries,
         builder=Builder(build=build, refuse=refuse, most=_PARTS),
     )
 
 
-def _limits(supply: Supply, kv_tokens: int) -> SessionLimits:
+def _limits(span_files: SpanFiles, kv_tokens: int) -> SessionLimits:
     """For sessions that share `kv_tokens` of cache. On static graphs each takes its slots, however long its text."""
-    static = supply.manifest.static
-    if supply.engine != "static" or static is None:
-        return SessionLimits(kv_total=kv_tokens, reserves=supply.engine != "paged")
+    static = span_files.manifest.static
+    if span_files.engine != "static" or static is None:
+        return SessionLimits(kv_total=kv_tokens, reserves=span_files.engine != "paged")
     sessions = min(kv_tokens // static.slots, SessionLimits.sessions)
     if sessions < 1:
         raise ConfigError(
             f"a session on these static graphs takes {static.slots} tokens of KV cache and there is room for "
             f"{kv_tokens}: serve fewer layers, or raise --kv-tokens or --max-memory"
         )
-    return SessionLimits(kv_total=sessions * supply.manifest.context_length, sessions=sessions)
+    return SessionLimits(kv_total=sessions * span_files.manifest.context_length, sessions=sessions)

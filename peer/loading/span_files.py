@@ -28,7 +28,7 @@ from peer.loading.capacity import (
     usual_kv_tokens,
 )
 from peer.report import Report
-from peer.serving.queries import Shelf
+from peer.serving.queries import SharedFiles
 from swarm.discovery.directory import Directory
 from swarm.discovery.download import fetch_manifest, fetch_parts
 from swarm.discovery.records import SERVING, PeerRecord
@@ -52,11 +52,11 @@ from swarm.model.spans import LayerRange, union
 from swarm.transport.channel import Channel
 from swarm.wire.messages import Hello
 
-_MOST_HOLDS = 64
+_MAX_HOLDS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Supply:
+class SpanFiles:
     """What a peer is going to serve. `fetched` tells that the files come from other peers.
 
     `memory` in bytes is what it may take in all; `engine` decides which graphs are needed.
@@ -81,7 +81,9 @@ class Supply:
         return [*self.manifest.span_parts(self.span), *static, TOKENIZER]
 
 
-async def choose_supply(config: JoinConfig, directory: Directory | None, hello: Hello, *, peer_id: str) -> Supply:
+async def choose_span_files(
+    config: JoinConfig, directory: Directory | None, hello: Hello, *, peer_id: str
+) -> SpanFiles:
     """Which model, which layers. `directory` is how to ask the swarm; None where this peer begins one.
 
     Raises ConfigError where it does not fit this machine, UnknownModel, MixedModels, PackageError.
@@ -108,42 +110,48 @@ async def choose_supply(config: JoinConfig, directory: Directory | None, hello: 
         manifest.static_parts(manifest.span)  # refuses before anything is fetched
     memory = config.max_memory or share_of(psutil.virtual_memory().available)
     span = _span(config, manifest, memory, _served(manifest, records, peer_id))
-    return Supply(
+    return SpanFiles(
         package=package, manifest=manifest, span=span, memory=memory, fetched=fetched, engine=config.engine_kind
     )
 
 
-async def reconsider(config: JoinConfig, supply: Supply, directory: Directory, *, peer_id: str) -> Supply:
+async def reconsider(config: JoinConfig, span_files: SpanFiles, directory: Directory, *, peer_id: str) -> SpanFiles:
     """The choice again, for the swarm as it is by now: others may have filled the gap while files came.
 
-    `supply` itself where its layers were asked for, or nothing else leaves fewer layers unserved.
+    `span_files` itself where its layers were asked for, or nothing else leaves fewer layers unserved.
     """
     if config.layers is not None:
-        return supply
-    records = await find_peers(directory, supply.manifest.digest, now=time.time())
-    served = _served(supply.manifest, records, peer_id)
-    span = _span(config, supply.manifest, supply.memory, served)
-    better = layers_filled(span, served) > layers_filled(supply.span, served)
-    return replace(supply, span=span) if better else supply
+        return span_files
+    records = await find_peers(directory, span_files.manifest.digest, now=time.time())
+    served = _served(span_files.manifest, records, peer_id)
+    span = _span(config, span_files.manifest, span_files.memory, served)
+    better = layers_filled(span, served) > layers_filled(span_files.span, served)
+    return replace(span_files, span=span) if better else span_files
 
 
-async def fetch_supply(supply: Supply, directory: Directory, hello: Hello, report: Report) -> None:
+async def fetch_span_files(span_files: SpanFiles, directory: Directory, hello: Hello, report: Report) -> None:
     """Bring what is missing of the span here. Raises PeerError where no peer gives a file, PackageError."""
-    records = await find_peers(directory, supply.manifest.digest, now=time.time())
-    with report.bar(f"fetching layers {supply.span} of {supply.manifest.name}") as progress:
+    records = await find_peers(directory, span_files.manifest.digest, now=time.time())
+    with report.bar(f"fetching layers {span_files.span} of {span_files.manifest.name}") as progress:
         await fetch_parts(
-            supply.manifest, supply.parts, records, supply.package, hello=hello, progress=progress, connections=4
+            span_files.manifest,
+            span_files.parts,
+            records,
+            span_files.package,
+            hello=hello,
+            progress=progress,
+            connections=4,
         )
 
 
-async def check_supply(supply: Supply, report: Report) -> Shelf:
+async def check_span_files(span_files: SpanFiles, report: Report) -> SharedFiles:
     """Compare every file of the span with its hash. Raises DamagedFile naming the first that is wrong.
 
     What comes back also has the rest of the package, as far as it is there and whole: others fetch it from here.
     """
-    needed = supply.manifest.files(supply.parts)
-    others = [entry for entry in supply.manifest.files(supply.manifest.parts) if entry not in needed]
-    others = [entry for entry in others if (supply.package / entry.path).is_file()]
+    needed = span_files.manifest.files(span_files.parts)
+    others = [entry for entry in span_files.manifest.files(span_files.manifest.parts) if entry not in needed]
+    others = [entry for entry in others if (span_files.package / entry.path).is_file()]
     total = sum(entry.size for entry in [*needed, *others])
     given_up = threading.Event()
     done = 0
@@ -157,18 +165,18 @@ async def check_supply(supply: Supply, report: Report) -> Shelf:
             progress(done, total)
 
         def check() -> list[FileEntry]:
-            check_files(supply.package, needed, note)
-            return [entry for entry in others if _is_whole(supply.package, entry, note)]
+            check_files(span_files.package, needed, note)
+            return [entry for entry in others if _is_whole(span_files.package, entry, note)]
 
         try:
             whole = await asyncio.to_thread(check)
         finally:
             given_up.set()
-    return Shelf(package=supply.package, manifest=supply.manifest, entries=(*needed, *whole))
+    return SharedFiles(package=span_files.package, manifest=span_files.manifest, entries=(*needed, *whole))
 
 
 def divide_memory(
-    supply: Supply, kv: str, kv_tokens: int | None, *, kv_memory: int | None = None, paged: bool = False
+    span_files: SpanFiles, kv: str, kv_tokens: int | None, *, kv_memory: int | None = None, paged: bool = False
 ) -> tuple[int, int]:
     """Tokens of KV cache beside the span, and the bytes left for graphs of parts of it.
 
@@ -176,10 +184,10 @@ def divide_memory(
     boundaries inside, KV gets half of what is there, and never more than `kv_memory`. A paged cache does not
     grow by doubling: it has all its room from the start. Raises ConfigError where there is no room at all.
     """
-    manifest, span = supply.manifest, supply.span
-    alone = needed_bytes(manifest, span, kv=kv, kv_tokens=0, graphs=supply.graphs)
+    manifest, span = span_files.manifest, span_files.span
+    alone = needed_bytes(manifest, span, kv=kv, kv_tokens=0, graphs=span_files.graphs)
     inside = any(span.first < edge < span.last for edge in manifest.grid)
-    room = (supply.memory - alone) // (2 if inside else 1)
+    room = (span_files.memory - alone) // (2 if inside else 1)
     each: float = kv_token_bytes(manifest, span, kv)
     if paged:
         each = kv_bytes(manifest.kv_elements(span), kv) / KV_GROWTH
@@ -189,23 +197,23 @@ def divide_memory(
     if tokens < (BLOCK_TOKENS if paged else 1):
         if kv_memory is not None and kv_memory < room:
             raise ConfigError(f"--kv-memory {in_words(kv_memory)} holds {tokens} tokens of layers {span}: allow more")
-        raise ConfigError(_too_big(manifest, span, supply.memory, kv=kv, kv_tokens=1, graphs=supply.graphs))
+        raise ConfigError(_too_big(manifest, span, span_files.memory, kv=kv, kv_tokens=1, graphs=span_files.graphs))
     if paged:
         tokens = tokens // BLOCK_TOKENS * BLOCK_TOKENS
     tokens = min(tokens, kv_tokens) if kv_tokens is not None else tokens
-    return tokens, supply.memory - alone - int(tokens * each)
+    return tokens, span_files.memory - alone - int(tokens * each)
 
 
-def held_layers(shelf: Shelf) -> tuple[LayerRange, ...]:
+def held_layers(shared_files: SharedFiles) -> tuple[LayerRange, ...]:
     """The layers whose files can be had here; the first with the embedding, the last with the head."""
-    manifest = shelf.manifest
-    there = {entry.path for entry in shelf.entries}
+    manifest = shared_files.manifest
+    there = {entry.path for entry in shared_files.entries}
     held = []
     for layer in manifest.span:
         parts = [layer_part(layer)] + [EMBED] * (layer == 0) + [HEAD] * (layer == manifest.span.last - 1)
         if all(entry.path in there for entry in manifest.files(parts)):
             held.append(LayerRange(layer, layer + 1))
-    return tuple(union(held)[:_MOST_HOLDS])
+    return tuple(union(held)[:_MAX_HOLDS])
 
 
 def _served(manifest: Manifest, records: list[PeerRecord], peer_id: str) -> list[float]:

@@ -36,11 +36,11 @@ from swarm.wire.questions import (
 
 _DIRECTORY_TIMEOUT_S = 10.0
 _REACH_TIMEOUT_S = 3.0
-_MOST_TOPIC_BYTES = 16 << 20
+_MAX_TOPIC_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shelf:
+class SharedFiles:
     """The package whose files this peer gives away. `entries` are those that are there and were checked."""
 
     package: Path
@@ -48,15 +48,15 @@ class Shelf:
     entries: tuple[FileEntry, ...]
 
 
-class Desk:
-    """Answers of one peer. Until `open_directory` it knows nobody, until `stock` it has no files."""
+class QueryHandler:
+    """Answers of one peer. Until `open_directory` it knows nobody, until `share_files` it has no files."""
 
     def __init__(self, *, hello: Callable[[], Hello], wall_clock: Callable[[], float] = time.time) -> None:
         self._hello = hello
         self._wall_clock = wall_clock
         self._directory: Directory | None = None
         self._dht_addresses: Callable[[], Sequence[str]] = tuple
-        self._shelf: Shelf | None = None
+        self._shared_files: SharedFiles | None = None
         self._by_hash: dict[str, FileEntry] = {}
 
     def open_directory(self, directory: Directory, dht_addresses: Callable[[], Sequence[str]]) -> None:
@@ -64,10 +64,10 @@ class Desk:
         self._directory = directory
         self._dht_addresses = dht_addresses
 
-    def stock(self, shelf: Shelf) -> None:
+    def share_files(self, shared_files: SharedFiles) -> None:
         """Give away these files."""
-        self._shelf = shelf
-        self._by_hash = {entry.sha256: entry for entry in shelf.entries}
+        self._shared_files = shared_files
+        self._by_hash = {entry.sha256: entry for entry in shared_files.entries}
 
     def ping(self, ask: Ping, *, received: int = 0, computed: int = 0, sent: int = 0) -> Pong:
         return Pong(request=ask.request, time=self._wall_clock(), received=received, computed=computed, sent=sent)
@@ -77,10 +77,10 @@ class Desk:
 
     def manifest(self, ask: AskManifest) -> ManifestFile:
         """Raises UnknownModel."""
-        if self._shelf is None or ask.model != self._shelf.manifest.digest:
-            has = self._shelf.manifest.digest[:12] if self._shelf is not None else "none"
+        if self._shared_files is None or ask.model != self._shared_files.manifest.digest:
+            has = self._shared_files.manifest.digest[:12] if self._shared_files is not None else "none"
             raise UnknownModel(f"this peer has no manifest of {ask.model[:12]!r} (it has {has}); ask another")
-        return ManifestFile(request=ask.request, raw=self._shelf.manifest.to_json())
+        return ManifestFile(request=ask.request, raw=self._shared_files.manifest.to_json())
 
     async def topic(self, ask: AskTopic) -> Topic:
         """Raises DirectoryError where this peer's own directory is out of reach, or not there yet."""
@@ -94,7 +94,7 @@ class Desk:
                 f"the directory did not answer within {_DIRECTORY_TIMEOUT_S:.0f} s; ask again, or another peer"
             ) from error
         sealed: list[bytes] = []
-        room = _MOST_TOPIC_BYTES
+        room = _MAX_TOPIC_BYTES
         for notice in notices[:MAX_NOTICES]:
             room -= len(notice.sealed)
             if room < 0:
@@ -105,9 +105,9 @@ class Desk:
     async def file(self, ask: AskFile) -> FilePiece:
         """Raises UnknownModel where this peer does not have the file, PeerFailed where its disk fails."""
         entry = self._by_hash.get(ask.sha256)
-        if entry is None or self._shelf is None:
+        if entry is None or self._shared_files is None:
             raise UnknownModel(f"this peer has no file with SHA-256 {ask.sha256[:12]}…; ask another")
-        path = self._shelf.package / entry.path
+        path = self._shared_files.package / entry.path
         length = max(0, min(ask.length, entry.size - ask.offset))
         try:
             data = await asyncio.to_thread(_read_piece, path, ask.offset, length)

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Self, TypeVar, cast
 
 from peer.connections.caller import Connection, host_of
-from peer.serving.queries import Desk
+from peer.serving.queries import QueryHandler
 from peer.sessions.service import SpanService
 from swarm.errors import PeerBusy, PeerFailed, PeerLost, RemoteProtocolError, SwarmError, UnknownSession
 from swarm.transport.identity import Identity
@@ -58,14 +58,14 @@ class PeerServer:
         *,
         identity: Identity,
         hello: Callable[[], Hello],
-        desk: Desk,
-        most_connections: int = MAX_CONNECTIONS,
+        query_handler: QueryHandler,
+        max_connections: int = MAX_CONNECTIONS,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._identity = identity
         self._hello = hello
-        self._desk = desk
-        self._most_connections = most_connections
+        self._query_handler = query_handler
+        self._max_connections = max_connections
         self._sleep = sleep
         self._service: SpanService | None = None
         self._connections: dict[Connection, None] = {}  # the oldest first
@@ -91,7 +91,7 @@ class PeerServer:
             self._hello,
             self._serve,
             limits=_LIMITS,
-            max_connections=self._most_connections,
+            max_connections=self._max_connections,
             make_room=self._make_room,
         )
         self.port = self._listener.port
@@ -198,11 +198,11 @@ class PeerServer:
 
     def _answer_questions(self) -> None:
         self._at_once(Ping, self._ping)
-        self._at_once(AskDht, lambda connection, ask: self._desk.dht(ask))
-        self._at_once(AskManifest, lambda connection, ask: self._desk.manifest(ask))
-        self._later(AskTopic, self._in_turn(self._desk.topic))
-        self._later(AskFile, self._in_turn(self._desk.file))
-        self._later(AskReach, lambda connection, ask: self._desk.reach(ask, connection.remote))
+        self._at_once(AskDht, lambda connection, ask: self._query_handler.dht(ask))
+        self._at_once(AskManifest, lambda connection, ask: self._query_handler.manifest(ask))
+        self._later(AskTopic, self._in_turn(self._query_handler.topic))
+        self._later(AskFile, self._in_turn(self._query_handler.file))
+        self._later(AskReach, lambda connection, ask: self._query_handler.reach(ask, connection.remote))
 
     def _refuse_sessions(self) -> None:
         for kind in (OpenSession, Link, Attach, CloseSession):
@@ -243,7 +243,7 @@ class PeerServer:
         received = computed = sent = 0
         if ask.session and self._service is not None:
             received, computed, sent = self._service.progress(connection, ask.session)
-        return self._desk.ping(ask, received=received, computed=computed, sent=sent)
+        return self._query_handler.ping(ask, received=received, computed=computed, sent=sent)
 
     async def _sweep(self, service: SpanService) -> None:
         while True:

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _NO_IDS = np.empty(0, np.int32)
 
 
-class Opener(Protocol):
+class SessionOpener(Protocol):
     """The connection that opened a session, as its lane sees it."""
 
     def send(self, message: Message, *, at_once: bool = False) -> float: ...
@@ -75,7 +75,7 @@ class _Begun:
     sent: tuple[Step, StepJob] | Exception
 
 
-class Lane:
+class SessionExecutor:
     """The steps of `session` in its present epoch, on `engine`, which knows the session as `key`.
 
     `is_last`: its span ends with the model, so that tokens come out.
@@ -85,7 +85,7 @@ class Lane:
         self,
         session: Session,
         *,
-        opener: Opener,
+        opener: SessionOpener,
         engine: Engine,
         key: str,
         is_last: bool,
@@ -128,7 +128,7 @@ class Lane:
             self._begun = self._begin()
         self._wake.set()
 
-    def lead_to(self, hop: NextHop | None) -> None:
+    def set_next_hop(self, hop: NextHop | None) -> None:
         """Where hidden states go from now on; None: back to the opener."""
         if self.hop is not None and self.hop is not hop:
             self.hop.detach(self)
@@ -139,7 +139,7 @@ class Lane:
 
     def stop(self) -> None:
         """Drop what waits and what runs, and let go of the way onward. Idempotent."""
-        self.lead_to(None)
+        self.set_next_hop(None)
         if self._task is not None:
             self._task.cancel()
         if self._begun is not None:
@@ -164,12 +164,12 @@ class Lane:
                 self._broken(self.session)
 
     def hop_failed(self, error: SwarmError, failure: Failure | None) -> None:
-        """As `onward.Traveller` says: pass it on to the opener, naming the hop that it is about."""
+        """As `onward.NextHopUser` says: pass it on to the opener, naming the hop that it is about."""
         hop = self.hop
         if failure is not None and failure.epoch != self.session.epoch:
             return
         if failure is None:
-            self.lead_to(None)
+            self.set_next_hop(None)
         peer = hop.peer_id if hop is not None else ""
         step = failure.step if failure is not None else self._last_step
         self._tell(error, step=step, peer=(failure.peer if failure is not None else "") or peer)

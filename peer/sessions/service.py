@@ -19,18 +19,18 @@ from typing import Any
 import numpy as np
 
 from peer.batching.job import StepOutcome
-from peer.batching.pace import Pace, Throughput
-from peer.batching.scheduler import InTurn, Schedule, Shared
+from peer.batching.pace import LayerTime, Throughput
+from peer.batching.scheduler import BatchScheduler, Scheduler, SerialScheduler
 from peer.batching.worker import Worker
 from peer.config import SessionLimits
 from peer.connections.caller import Connection
-from peer.connections.next_hop import Onward
-from peer.sessions.executor import Lane
+from peer.connections.next_hop import NextHops
+from peer.sessions.executor import SessionExecutor
 from peer.sessions.segments import Builder, Segments
 from peer.sessions.table import Session, SessionTable
-from swarm.discovery.records import LEAVING, SERVING, Work
+from swarm.discovery.records import LEAVING, SERVING, PeerLoad
 from swarm.engine.base import Engine, Step
-from swarm.engine.paged.block_tables import Tables
+from swarm.engine.paged.block_tables import BlockTables
 from swarm.errors import BadStep, EngineError, PeerBusy, PeerFailed, PeerLeaving, SwarmError, UnknownSession
 from swarm.model.manifest import Manifest
 from swarm.model.spans import LayerRange
@@ -67,7 +67,7 @@ class Serving:
     engine: Engine
     limits: SessionLimits
     kind: str = "stateful"
-    room: Tables | None = None
+    room: BlockTables | None = None
     shares: bool = True
     attends_to: int = 0
     entries: tuple[int, ...] = ()
@@ -85,7 +85,7 @@ class Load:
     state: str
     layer_time_s: float | None
     prefill_time_s: float | None
-    work: Work | None = None
+    work: PeerLoad | None = None
 
 
 class SpanService:
@@ -110,16 +110,16 @@ class SpanService:
         # the largest step: an id of 4 bytes and a hidden state in f32 for each token
         self._step_bytes = MAX_STEP_TOKENS * 4 * (1 + manifest.hidden_size)
         self._table = SessionTable(serving.limits, context_length=manifest.context_length, clock=clock)
-        self._schedule: Schedule[Any] = InTurn() if serving.room is None else Shared(serving.room)
+        self._schedule: Scheduler[Any] = SerialScheduler() if serving.room is None else BatchScheduler(serving.room)
         self._worker = Worker(self._schedule, on_failed=self._suspect, clock=clock)
         self._segments = Segments(serving.engine, entries=serving.entries, builder=serving.builder, clock=clock)
-        self._onward = Onward(hello, clock=clock)
-        self._pace = Pace()
+        self._next_hops = NextHops(hello, clock=clock)
+        self._pace = LayerTime()
         self._throughput = Throughput()
         self._kind = serving.kind
         self._room = serving.room
         self._shares = serving.shares
-        self._lanes: dict[str, Lane] = {}
+        self._executors: dict[str, SessionExecutor] = {}
         self._keys = itertools.count()
         self._leaving = False
         self._empty = asyncio.Event()
@@ -137,7 +137,7 @@ class SpanService:
     @property
     def preempted(self) -> int:
         """How often a session lost its blocks to others."""
-        return self._schedule.preempted if isinstance(self._schedule, Shared) else 0
+        return self._schedule.preempted if isinstance(self._schedule, BatchScheduler) else 0
 
     def load(self) -> Load:
         return Load(
@@ -148,7 +148,7 @@ class SpanService:
             state=LEAVING if self._leaving else SERVING,
             layer_time_s=self._pace.layer_time_s,
             prefill_time_s=self._pace.prefill_time_s,
-            work=Work(
+            work=PeerLoad(
                 engine=self._kind,
                 batch=self._throughput.batch,
                 tokens_per_s=self._throughput.tokens_per_s,
@@ -196,7 +196,7 @@ class SpanService:
             if isinstance(error, EngineError):
                 raise PeerFailed(f"this peer cannot open a session: {error}") from error
             raise
-        lane = Lane(
+        executor = SessionExecutor(
             session,
             opener=connection,
             engine=engine,
@@ -210,8 +210,8 @@ class SpanService:
             failed=lambda error: self._on_error(error),
             clock=self._clock,
         )
-        self._lanes[session.name] = lane
-        lane.start()
+        self._executors[session.name] = executor
+        executor.start()
         _log.info(
             "session %s opened by %s: layers %s, %d tokens, epoch %d",
             *(session.name, connection.remote, session.span, session.max_tokens, session.epoch),
@@ -233,17 +233,17 @@ class SpanService:
     async def link(self, connection: Connection, ask: Link) -> Linked:
         """Raises UnknownSession, BadStep, PeerUnreachable, and what the next hop says to `Attach`."""
         self._table.find(ask.session, epoch=ask.epoch, opener=connection)
-        lane = self._lane(ask.session)
-        lane.lead_to(None)
+        executor = self._executor(ask.session)
+        executor.set_next_hop(None)
         if ask.addresses:
             if not ask.peer_id:
                 raise BadStep(f"the link of session {ask.session} names no peer id; nobody unknown gets its steps")
-            hop = await self._onward.reach(ask)
-            await hop.attach(lane, ask)
-            if self._lanes.get(ask.session) is not lane:
-                hop.detach(lane)
+            hop = await self._next_hops.reach(ask)
+            await hop.attach(executor, ask)
+            if self._executors.get(ask.session) is not executor:
+                hop.detach(executor)
                 raise UnknownSession(f"session {ask.session} was closed while it was being linked")
-            lane.lead_to(hop)
+            executor.set_next_hop(hop)
         return Linked(request=ask.request)
 
     def attach(self, connection: Connection, ask: Attach) -> Attached:
@@ -260,9 +260,9 @@ class SpanService:
             self._on_error(error)
             connection.send(error_to_failure(error, session=forward.session, epoch=forward.epoch, step=forward.step))
             return
-        lane = self._lanes.get(forward.session)
-        if session is not None and lane is not None:
-            lane.wake()
+        executor = self._executors.get(forward.session)
+        if session is not None and executor is not None:
+            executor.wake()
 
     def close_session(self, connection: Connection, ask: CloseSession) -> SessionClosed:
         session = self._table.close(connection, ask.session)
@@ -294,7 +294,7 @@ class SpanService:
         self._throughput.sample(self._worker.done, self._clock())
         for session in self._table.expire():
             self._ended(session, "expired")
-        await self._onward.sweep()
+        await self._next_hops.sweep()
         unused = self._segments.sweep()
         if unused:
             await asyncio.to_thread(unused.clear)  # freeing a graph takes its time
@@ -316,7 +316,7 @@ class SpanService:
             self._drop(session)
         if self._probe is not None:
             self._probe.cancel()
-        await self._onward.close()
+        await self._next_hops.close()
         await self._segments.close()
         await self._worker.close()
 
@@ -332,10 +332,10 @@ class SpanService:
         _log.info("session %s: %s after %d steps", session.name, reason, session.computed)
 
     def _stop_lane(self, name: str) -> None:
-        lane = self._lanes.pop(name, None)
-        if lane is not None:
-            lane.stop()
-            self._free(lane.engine, lane.key)
+        executor = self._executors.pop(name, None)
+        if executor is not None:
+            executor.stop()
+            self._free(executor.engine, executor.key)
 
     def _free(self, engine: Engine, key: str) -> None:
         """In the worker's turn: what runs for the session ends first, what opens later finds the room."""
@@ -346,11 +346,11 @@ class SpanService:
         if session not in self._table:
             raise UnknownSession(f"session {session.name} was closed while it was being opened")
 
-    def _lane(self, name: str) -> Lane:
-        lane = self._lanes.get(name)
-        if lane is None:
+    def _executor(self, name: str) -> SessionExecutor:
+        executor = self._executors.get(name)
+        if executor is None:
             raise UnknownSession(f"session {name} is still being opened here; wait for the answer first")
-        return lane
+        return executor
 
     # -- the device
 

@@ -38,7 +38,7 @@ class EnginePipeline:
     ) -> None:
         """A trip takes so many `turns` of the event loop beside its compute. `static` is what a static engine has."""
         self._furthest = static.furthest if static is not None else lambda length: max_tokens
-        self.most_windows = 0
+        self.max_windows = 0
         self.on_answer: Callable[[Answer], None] = lambda answer: None
         self._engine = engine
         self._turns = turns
@@ -62,7 +62,7 @@ class EnginePipeline:
     def send_ahead(self, start: int, tokens: Sequence[int], sampling: Sampling) -> bool:
         assert start == (self.line_end or start)
         self._sent.append((start, tuple(tokens)))
-        self.most_windows = max(self.most_windows, len(self._sent))
+        self.max_windows = max(self.max_windows, len(self._sent))
         return True
 
     def forget_windows(self) -> None:

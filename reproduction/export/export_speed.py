@@ -13,7 +13,7 @@ from pathlib import Path
 from export.graph.compress import Format, compress
 from export.package.from_checkpoint import Work, write_parts
 from export.package.journal import Journal
-from export.package.parts import Pieces
+from export.package.parts import PartBuilder
 from reproduction.experiment import Report, Row, Say
 from reproduction.harness.machine import machine
 from reproduction.models.made_up import LLAMA_8B, scratch, write_checkpoint
@@ -61,7 +61,7 @@ def _export(work: Work, folder: Path, say: Say) -> list[float]:
 
 
 def _nncf(work: Work, folder: Path, say: Say) -> list[float]:
-    pieces = Pieces(work.decoder, work.family, folder)
+    pieces = PartBuilder(work.decoder, work.family, folder)
     seconds: list[float] = []
     for layer in range(work.layers):
         piece = pieces.make(layer_part(layer), layer, (None,) * work.layers)

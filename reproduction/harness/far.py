@@ -60,7 +60,7 @@ def proxy_before_the_peer(seconds: float, bytes_per_s: float) -> None:
         running.add(asyncio.create_task(serve_proxy(listening, host, port, seconds, bytes_per_s)))
         return [f"{host}:{listening.getsockname()[1]}"]
 
-    join.advertised_addresses = advertised  # type: ignore[attr-defined, assignment]
+    join.announced_addresses = advertised  # type: ignore[attr-defined, assignment]
 
 
 async def serve_proxy(listening: socket.socket, host: str, port: int, seconds: float, bytes_per_s: float) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from client.config import ClientConfig
 from client.events import unheard
-from client.pipeline.connections import Lines
+from client.pipeline.connections import ConnectionPool
 from client.pipeline.pipeline import Pipeline
 from client.pipeline.planner import Planner
 from client.speculation.speculation import Guesser, Speculation
@@ -51,9 +51,9 @@ class Written:
 class Users:
     """Made by `users_of`."""
 
-    def __init__(self, model: Model, lines: Lines, planner: Planner, config: ClientConfig) -> None:
+    def __init__(self, model: Model, connections: ConnectionPool, planner: Planner, config: ClientConfig) -> None:
         self._model = model
-        self._lines = lines
+        self._connections = connections
         self._planner = planner
         self._config = config
 
@@ -61,7 +61,7 @@ class Users:
         return Pipeline(
             planner=self._planner,
             manifest=self._model.manifest,
-            lines=self._lines,
+            connections=self._connections,
             config=self._config,
             max_tokens=max_tokens,
             clock=time.monotonic,
@@ -121,15 +121,21 @@ async def users_of(model: Model, addresses: Sequence[str], config: ClientConfig 
     """`config` None: nothing that peers keep of earlier texts is used."""
     config = config or ClientConfig(prefix_key=None)
     directory = PeerDirectory([Address.parse(text) for text in addresses], hello=client_hello())
-    lines = Lines(hello=client_hello(model.manifest.digest), config=config, clock=time.monotonic)
+    connections = ConnectionPool(hello=client_hello(model.manifest.digest), config=config, clock=time.monotonic)
     planner = Planner(
-        directory, model.manifest, lines=lines, config=config, seed="0", clock=time.monotonic, wall=time.time
+        directory,
+        model.manifest,
+        connections=connections,
+        config=config,
+        seed="0",
+        clock=time.monotonic,
+        wall=time.time,
     )
     try:
-        yield Users(model, lines, planner, config)
+        yield Users(model, connections, planner, config)
     finally:
         await planner.close()
-        await lines.close()
+        await connections.close()
         await directory.close()
 
 

@@ -33,10 +33,10 @@ from swarm.transport.listener import Listener
 from swarm.transport.stream import Stream, listen
 from swarm.wire.questions import AskReach, Ping, Pong, Reach
 
-MOST_SKEW_S = 3.0
+MAX_SKEW_S = 3.0
 """More than this between two clocks, and hivemind refuses to work with the other."""
 NOTED_SKEW_S = 1.0
-LEAST_MEMORY = 2 << 30
+MIN_MEMORY = 2 << 30
 _TIMEOUT_S = 10.0
 _KV = "f32"  # as `swarm join` does by default
 _BROKEN = (ImportError, RuntimeError, OSError, AttributeError, TypeError)
@@ -186,7 +186,7 @@ def check_memory() -> Finding:
     memory = psutil.virtual_memory()
     values = {"available": memory.available, "total": memory.total}
     text = f"{in_words(memory.available)} of {in_words(memory.total)} are free"
-    if memory.available < LEAST_MEMORY:
+    if memory.available < MIN_MEMORY:
         return Finding(
             level=Level.WARN,
             topic="memory",
@@ -272,8 +272,8 @@ def judge_clock(skew: float, address: Address) -> Finding:
     """`skew` is the peer's clock less ours, in seconds."""
     text = f"the clock of {address.place} is {abs(skew):.2f} s {'ahead of' if skew > 0 else 'behind'} this machine's"
     values = {"skew_s": skew}
-    if abs(skew) > MOST_SKEW_S:
-        advice = f"over {MOST_SKEW_S:.0f} s and the DHT refuses: set both clocks by NTP (timedatectl set-ntp true)"
+    if abs(skew) > MAX_SKEW_S:
+        advice = f"over {MAX_SKEW_S:.0f} s and the DHT refuses: set both clocks by NTP (timedatectl set-ntp true)"
         return Finding(level=Level.FAIL, topic="clock", text=text, advice=advice, values=values)
     if abs(skew) > NOTED_SKEW_S:
         advice = "records expire at the wrong time: set both clocks by NTP (timedatectl set-ntp true)"

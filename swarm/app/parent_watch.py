@@ -16,7 +16,7 @@ from swarm.app.main import main
 _PR_SET_PDEATHSIG = 1
 
 
-def tether(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """Have this process get SIGTERM when `parent`, which started it, ends. Exits if that is over already."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
@@ -26,5 +26,5 @@ def tether(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    tether(int(sys.argv[1]))
+    end_with_parent(int(sys.argv[1]))
     main(sys.argv[2:])

@@ -9,7 +9,7 @@
 
 Every node refuses what is no genuine notice in its right place (`dhtnode.NoticeValidator`), so nobody
 overwrites another's subkey and no plain value replaces a dictionary. What a node can still do is to be
-silent or to flood: look-ups ask several, and each node bounds what it keeps (`dhtnode.Board`).
+silent or to flood: look-ups ask several, and each node bounds what it keeps (`dhtnode.NoticeStore`).
 
 The daemon below is watched: when it dies or hangs, it is started again with the same key and port, the
 node on it joins the nodes that were known, and what this process published is hung up again.
@@ -41,7 +41,7 @@ _CALL_TIMEOUT_S = 12.0
 _TICK_S = 3.0
 _ANSWER_TIMEOUT_S = 2.0
 _HANGS = 2
-_MOST_KNOWN = 64
+_MAX_KNOWN = 64
 _PATIENCE_S = 60.0
 _BACK_OFF_S = (0.2, 1.0, 2.0, 5.0)
 # What hivemind.dht and hivemind.p2p import from the package hivemind.utils, and the module that each is from.
@@ -312,7 +312,7 @@ class HivemindDirectory:
                     places = await node.places()
                 except DirectoryError:
                     continue  # it died or hangs since: the next round tells
-                self._met = dict(list((self._met | places).items())[-_MOST_KNOWN:])
+                self._met = dict(list((self._met | places).items())[-_MAX_KNOWN:])
                 expected = bool(self._met or self._initial)
                 await self._meet_again(node)
                 if node.neighbours and alone:

@@ -33,7 +33,7 @@ MAX_TOPIC_BYTES = MAX_MESSAGE_BYTES * 3 // 4
 """A topic must fit in one answer of the daemon, or nobody could read it any more."""
 
 _PARALLEL = 5
-_MOST_ASKED = 3 * BREADTH
+_MAX_ASKED = 3 * BREADTH
 _RPC_TIMEOUT_S = 2.0
 _LOOKUP_BUDGET_S = 4.0
 _CONNECT_TIMEOUT_S = 4.0
@@ -109,7 +109,7 @@ def pack(value: str | bytes | None) -> bytes:
     return bytes(msgpack.packb(value, use_bin_type=True))
 
 
-class Board:
+class NoticeStore:
     """What a node keeps for everyone: hivemind's storage behind bounds, and dictionaries only.
 
     The node's cache is a Board of no bytes: hivemind lets one notice in it that expires late hide all
@@ -178,8 +178,8 @@ class Node:
             raise DirectoryError(f"the DHT node did not start within {_OPEN_TIMEOUT_S:.0f} s") from error
         except hive.errors as error:
             raise DirectoryError(f"the DHT node cannot be started: {error}") from error
-        dht.protocol.storage = Board(hive.Storage(), topic_bytes=MAX_TOPIC_BYTES, topics=MAX_TOPICS)
-        dht.protocol.cache = Board(hive.Storage(), topic_bytes=0, topics=0)
+        dht.protocol.storage = NoticeStore(hive.Storage(), topic_bytes=MAX_TOPIC_BYTES, topics=MAX_TOPICS)
+        dht.protocol.cache = NoticeStore(hive.Storage(), topic_bytes=0, topics=0)
         return cls(hive, daemon, control, p2p, dht, validator)
 
     @property
@@ -289,7 +289,7 @@ class Node:
         known = dict(self._dht.protocol.routing_table.get_nearest_neighbors(key, BREADTH, exclude=me))
         asked, answered, boards = {me}, {}, []
         deadline = time.monotonic() + _LOOKUP_BUDGET_S
-        while time.monotonic() < deadline and len(asked) <= _MOST_ASKED:
+        while time.monotonic() < deadline and len(asked) <= _MAX_ASKED:
             nearest = sorted(known, key=key.xor_distance)[:BREADTH]
             batch = [node for node in nearest if node not in asked][:_PARALLEL]
             if not batch:

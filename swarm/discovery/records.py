@@ -28,13 +28,13 @@ _STATES = (SERVING, LEAVING)
 MAX_ADDRESSES = 16
 MAX_LINKS = 256
 MAX_TEXT = 256
-_MOST_S = 3600.0
+_MAX_S = 3600.0
 """No measured time is longer; sums of such times stay finite."""
-_MOST_BYTES_PER_S = 1e12
+_MAX_BYTES_PER_S = 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class PeerLoad:
     """What a peer has been doing these seconds: `batch` steps in an inference, on average, and `tokens_per_s`.
 
     `blocks_used` of its `blocks` of KV cache are held by sessions; both 0 where `engine` has no blocks.
@@ -50,7 +50,7 @@ class Work:
         return asdict(self)
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Work:
+    def from_plain(cls, plain: Mapping[str, Any]) -> PeerLoad:
         """Raises DirectoryError that names the field which is wrong."""
         read = _Reader(plain)
         return cls(
@@ -97,7 +97,7 @@ class PeerRecord:
     entries: tuple[int, ...] = ()
     attends_to: int = 0
     links: Mapping[str, LinkQuality] = field(default_factory=dict)
-    work: Work | None = None
+    work: PeerLoad | None = None
 
     @property
     def places(self) -> tuple[Address, ...]:
@@ -165,8 +165,8 @@ class PeerRecord:
             addresses=addresses,
             device=read.text("device"),
             numerics=Numerics.parse(read.text("numerics")),
-            layer_time_s=read.number("layer_time_s", _MOST_S),
-            prefill_time_s=read.number("prefill_time_s", _MOST_S),
+            layer_time_s=read.number("layer_time_s", _MAX_S),
+            prefill_time_s=read.number("prefill_time_s", _MAX_S),
             kv_free=read.integer("kv_free"),
             kv_total=read.integer("kv_total"),
             sessions=read.integer("sessions"),
@@ -178,7 +178,7 @@ class PeerRecord:
             entries=entries,
             attends_to=read.integer("attends_to"),
             links=read.links("links"),
-            work=Work.from_plain(read.map("work")) if plain.get("work") is not None else None,
+            work=PeerLoad.from_plain(read.map("work")) if plain.get("work") is not None else None,
         )
 
 
@@ -326,10 +326,10 @@ class _Reader:
                 and isinstance(pair, list)
                 and len(pair) == 2
                 and all(isinstance(x, (int, float)) for x in pair)
-                and pair[0] <= _MOST_S
+                and pair[0] <= _MAX_S
                 and not math.isnan(pair[1])
             ):
                 raise DirectoryError(f"record: {name} has a wrong entry for {peer!r}"[:200])
-            bytes_per_s = min(max(0.0, float(pair[1])), _MOST_BYTES_PER_S)
+            bytes_per_s = min(max(0.0, float(pair[1])), _MAX_BYTES_PER_S)
             links[peer] = LinkQuality(rtt_s=float(pair[0]) if pair[0] >= 0 else math.inf, bytes_per_s=bytes_per_s)
         return links

@@ -34,8 +34,8 @@ from swarm.wire.questions import AskTopic, Topic
 
 MIN_DIGEST_PREFIX = 8
 _DIGEST = re.compile("[0-9a-f]{64}")
-_MOST_PEERS = 256
-_MOST_CHECKED = 16
+_MAX_PEERS = 256
+_MAX_CHECKED = 16
 _STAGGER_S = 0.3
 _TOPIC_TIMEOUT_S = 15.0
 """Longer than a peer gives its own directory."""
@@ -188,7 +188,7 @@ class PeerDirectory:
             self._met.pop(record.peer_id, None)
             if places := record.places:
                 self._met[record.peer_id] = places
-        self._met = dict(list(self._met.items())[-_MOST_PEERS:])
+        self._met = dict(list(self._met.items())[-_MAX_PEERS:])
 
     async def _drop(self, channel: Channel) -> None:
         if self._channel is channel:
@@ -229,7 +229,7 @@ async def find_model(
         raise UnknownModel(f"nobody serves {name_or_digest!r}; this swarm serves {served}")
     if len(fitting) > 1:
         authors = Counter(record.digest for record in records)
-        likeliest = sorted(fitting, key=lambda model: -authors[model.digest])[:_MOST_CHECKED]
+        likeliest = sorted(fitting, key=lambda model: -authors[model.digest])[:_MAX_CHECKED]
         alive = [model for model in likeliest if await find_peers(directory, model.digest, now=wall())]
         fitting = sorted(alive or likeliest, key=fitting.index)
     if len(fitting) > 1:

@@ -88,7 +88,7 @@ def open_chosen_engine(
     )
 
 
-def most_tokens(kind: EngineKind, manifest: Manifest) -> int:
+def max_tokens_of(kind: EngineKind, manifest: Manifest) -> int:
     """How many tokens an engine of `kind` takes in one go, and attends to."""
     return manifest.static.context if kind == "static" and manifest.static else manifest.context_length
 

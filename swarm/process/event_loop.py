@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from swarm.process.priority import answer_soon
+from swarm.process.priority import short_turns
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 def runner() -> asyncio.Runner:
     """`asyncio.Runner` on that loop, whose callbacks and sockets cost a step less; this thread has short turns."""
-    answer_soon()
+    short_turns()
     return asyncio.Runner(loop_factory=new_event_loop)
 
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def apart(function: Callable[[], T], begin: Callable[[], None] | None = None) -> T:
+def run_in_own_thread(function: Callable[[], T], begin: Callable[[], None] | None = None) -> T:
     """`function()` in a thread that ends with it, and does `begin` first. Raises what it raises.
 
     Interrupted, it ends when `function` does.

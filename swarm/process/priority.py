@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from swarm.process.own_thread import apart
+from swarm.process.own_thread import run_in_own_thread
 
 T = TypeVar("T")
 _NICE = 10
@@ -29,7 +29,7 @@ _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 _ATTRIBUTES = struct.Struct("=IIQiIQQQ")  # size, policy, flags, nice, priority, runtime, deadline, period
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """From now on this thread, and each that it starts, has a low priority. It cannot be taken back.
 
     On Linux, where priorities are a thread's own; elsewhere, and in a sandbox that forbids it, nothing changes.
@@ -42,12 +42,12 @@ def give_way() -> None:
     _take_turns(_USUAL_NS)
 
 
-def giving_way(function: Callable[[], T]) -> T:
+def low_priority(function: Callable[[], T]) -> T:
     """`function()` in a thread that gives way, for the threads that it starts and that stay."""
-    return apart(function, give_way)
+    return run_in_own_thread(function, lower_priority)
 
 
-def answer_soon() -> None:
+def short_turns() -> None:
     """From now on this thread, and each that it starts and that does not give way, has short turns; its share is the
     same. Linux knows that from 6.12 on; elsewhere, and in a sandbox that forbids it, nothing changes."""
     _take_turns(_SHORT_NS)

@@ -18,13 +18,13 @@ from prometheus_client.registry import Collector
 from swarm.errors import ConfigError
 from swarm.transport.address import Address
 
-_MOST_HEAD = 8 << 10
+_MAX_HEAD = 8 << 10
 _PATIENCE_S = 5.0
-_MOST_AT_ONCE = 16
+_MAX_AT_ONCE = 16
 _TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Asked(Collector):
+class ScrapeCollector(Collector):
     """Metrics that `state` tells at each scrape, and not before."""
 
     def __init__(self, state: Callable[[], Iterator[Metric]]) -> None:
@@ -53,7 +53,7 @@ class ScrapePage:
     async def start(self, place: Address) -> None:
         """Raises ConfigError where it cannot listen at `place`."""
         try:
-            self._server = await asyncio.start_server(self._serve, place.host, place.port, limit=_MOST_HEAD)
+            self._server = await asyncio.start_server(self._serve, place.host, place.port, limit=_MAX_HEAD)
         except OSError as error:
             hint = "; choose another with --metrics HOST:PORT" if error.errno == errno.EADDRINUSE else ""
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
@@ -67,7 +67,7 @@ class ScrapePage:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._callers += 1
         try:
-            if self._callers <= _MOST_AT_ONCE:
+            if self._callers <= _MAX_AT_ONCE:
                 async with asyncio.timeout(_PATIENCE_S):
                     writer.write(self._answer(await reader.readuntil(b"\r\n\r\n")))
                     await writer.drain()

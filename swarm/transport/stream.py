@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 # up to here one copy and one TLS record cost less than two records
 _ONE_WRITE = 16 << 10
-_MOST_TOGETHER = 64 << 10
+_MAX_TOGETHER = 64 << 10
 # what a small message costs in memory beyond its bytes
 _OVERHEAD = 1 << 10
 _BUSY_RETRY_S = 5.0
@@ -92,7 +92,7 @@ class Stream(asyncio.Protocol):
                 asyncio.get_running_loop().call_soon(self._flush)
             for buffer in buffers:
                 self._outbox += buffer
-            if at_once or len(self._outbox) > _MOST_TOGETHER:
+            if at_once or len(self._outbox) > _MAX_TOGETHER:
                 self._flush()
         else:
             self._flush()

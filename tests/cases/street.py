@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from client.config import ClientConfig
 from client.events import Event
-from client.pipeline.connections import Lines
+from client.pipeline.connections import ConnectionPool
 from client.pipeline.pipeline import Pipeline
 from client.pipeline.planner import Planner
-from peer.announcing.record import Offer
-from peer.batching.scheduler import Shared
+from peer.announcing.record import Announcement
+from peer.batching.scheduler import BatchScheduler
 from peer.config import SessionLimits
 from peer.loading.self_test import SelfTest
-from peer.serving.queries import Desk, Shelf
+from peer.serving.queries import QueryHandler, SharedFiles
 from peer.serving.server import PeerServer
 from peer.sessions.service import Serving, SpanService
 from swarm.discovery.directory import MemoryDirectory
@@ -63,29 +63,35 @@ class Street:
     @contextlib.asynccontextmanager
     async def client(self, key: str | None = "key") -> AsyncIterator[Client]:
         config = ClientConfig(chunk_tokens=24, prefix_key=key)
-        lines = Lines(hello=client_hello(self.manifest.digest), config=config, clock=time.monotonic)
+        connections = ConnectionPool(hello=client_hello(self.manifest.digest), config=config, clock=time.monotonic)
         planner = Planner(
-            self.directory, self.manifest, lines=lines, config=config, seed="", clock=time.monotonic, wall=time.time
+            self.directory,
+            self.manifest,
+            connections=connections,
+            config=config,
+            seed="",
+            clock=time.monotonic,
+            wall=time.time,
         )
         try:
-            yield Client(self, lines, planner, config)
+            yield Client(self, connections, planner, config)
         finally:
             await planner.close()
-            await lines.close()
+            await connections.close()
 
 
 def _is_empty(service: SpanService) -> bool:
     load, schedule = service.load(), service._schedule
-    remembered = (schedule._tenants, schedule._served, schedule._due) if isinstance(schedule, Shared) else ()
-    travellers = [hop.travellers for hop in service._onward._hops.values()]
+    remembered = (schedule._sequences, schedule._served, schedule._due) if isinstance(schedule, BatchScheduler) else ()
+    users = [hop.users for hop in service._next_hops._hops.values()]
     assert load.work is not None
-    return not any((load.sessions, load.queue, load.work.blocks_used, service._lanes, *remembered, *travellers))
+    return not any((load.sessions, load.queue, load.work.blocks_used, service._executors, *remembered, *users))
 
 
 @dataclass
 class Client:
     street: Street
-    lines: Lines
+    connections: ConnectionPool
     planner: Planner
     config: ClientConfig
 
@@ -93,7 +99,7 @@ class Client:
         return Pipeline(
             planner=self.planner,
             manifest=self.street.manifest,
-            lines=self.lines,
+            connections=self.connections,
             config=self.config,
             max_tokens=max_tokens,
             clock=time.monotonic,
@@ -130,7 +136,7 @@ async def street(
             engine = open_chosen_engine(kind, package, manifest, span, kv_tokens=kv_tokens, threads=1)
             paged = isinstance(engine, PagedEngine)
             if isinstance(engine, PagedEngine) and spill is not None:
-                engine.store.spill_to(Spill(spill, most_bytes=10_000_000))
+                engine.store.spill_to(Spill(spill, max_bytes=10_000_000))
             serving = Serving(
                 manifest=manifest,
                 engine=engine,
@@ -143,12 +149,14 @@ async def street(
                 return peer_hello(model=manifest.digest, name="", incarnation=1)
 
             service = SpanService(serving, peer_id=identity.peer_id, hello=hello)
-            server = await stack.enter_async_context(PeerServer(identity=identity, hello=hello, desk=Desk(hello=hello)))
+            server = await stack.enter_async_context(
+                PeerServer(identity=identity, hello=hello, query_handler=QueryHandler(hello=hello))
+            )
             server.begin(service)
             await server.start("127.0.0.1", 0)
-            offer = Offer.of(
+            offer = Announcement.of(
                 serving,
-                Shelf(package=package, manifest=manifest, entries=()),
+                SharedFiles(package=package, manifest=manifest, entries=()),
                 SelfTest(numerics=str(engine.numerics), layer_time_s=1e-3, prefill_time_s=1e-4, engine=kind),
                 peer_id=identity.peer_id,
                 incarnation=1,

@@ -142,7 +142,7 @@ def test_of_users_who_come_go_and_vanish_while_a_peer_is_lost_nothing_is_left(pa
             if loses:
                 await until(lambda: bool(made.services[1].load().sessions or made.services[3].load().sessions))
                 await made.servers[1 if made.services[1].load().sessions else 3].close()
-            await goes.lines.close()
+            await goes.connections.close()
             for task in vanishing:
                 task.cancel()
             await asyncio.gather(*vanishing, return_exceptions=True)

@@ -33,8 +33,8 @@ from tests.peer.toy_swarm import SECRET, client_hello
 PROMPT = "Name three things that bees do."
 TOKENS = 24
 HIDDEN = 576
-MOST_GROWTH = 32 << 20
-MOST_AT_ONCE = 256 << 20
+MAX_GROWTH = 32 << 20
+MAX_AT_ONCE = 256 << 20
 """A peer takes 512 connections, those included that have not greeted; TLS takes 0.3 MB for each."""
 HALF_OPEN = 1000
 
@@ -198,7 +198,7 @@ def test_nonsense_and_wrong_steps_touch_nobody_else(
             before = victim.resident
             for _ in range(5):
                 await attack()
-            assert victim.resident - before < MOST_GROWTH
+            assert victim.resident - before < MAX_GROWTH
         await eventually(lambda: nothing_is_reserved(victim.record), "no session holds any room")
 
     asyncio.run(main())
@@ -219,7 +219,7 @@ def test_frames_that_are_announced_and_never_come_take_no_memory(
             async with victim.stranger(greets=True) as other:
                 await other.send(whole)
                 assert (await other.frame())[0]["kind"] == "pong"
-            assert victim.resident - before < MOST_GROWTH
+            assert victim.resident - before < MAX_GROWTH
 
     asyncio.run(main())
     assert_well(standing_swarm)
@@ -255,9 +255,9 @@ def test_a_crowd_of_half_open_connections_stops_no_session_and_goes_away(
                 # none of them is closed here: the peer gets rid of them, and hears who comes then
                 await eventually(lambda: answers(victim), "it takes new callers")
                 first = victim.resident
-                assert first - before < MOST_AT_ONCE
+                assert first - before < MAX_AT_ONCE
                 await grow()
-            assert victim.resident - first < MOST_GROWTH
+            assert victim.resident - first < MAX_GROWTH
 
     asyncio.run(main())
     assert_well(standing_swarm)

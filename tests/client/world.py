@@ -13,7 +13,7 @@ from client.client import SwarmClient
 from client.config import ClientConfig
 from client.events import Event
 from client.pipeline.circuit import Answer
-from client.pipeline.connections import Lines
+from client.pipeline.connections import ConnectionPool
 from client.pipeline.pipeline import Pipeline
 from client.pipeline.planner import Planner
 from swarm.sampling import Sampling
@@ -69,11 +69,13 @@ class World:
         self.events: list[Event] = []
         self._spoke = asyncio.Event()
         self.answers: list[Answer] = []
-        self.lines = Lines(hello=client_hello(self.swarm.manifest.digest), config=config, clock=time.monotonic)
+        self.connections = ConnectionPool(
+            hello=client_hello(self.swarm.manifest.digest), config=config, clock=time.monotonic
+        )
         self.planner = Planner(
             self.swarm.directory,
             self.swarm.manifest,
-            lines=self.lines,
+            connections=self.connections,
             config=config,
             seed="",
             clock=time.monotonic,
@@ -91,7 +93,7 @@ class World:
         pipeline = Pipeline(
             planner=self.planner,
             manifest=self.swarm.manifest,
-            lines=self.lines,
+            connections=self.connections,
             config=self.config,
             max_tokens=max_tokens,
             clock=time.monotonic,
@@ -102,11 +104,11 @@ class World:
 
     def client(self) -> SwarmClient:
         resources = AsyncExitStack()
-        resources.push_async_callback(self.lines.close)
+        resources.push_async_callback(self.connections.close)
         return SwarmClient(
             manifest=self.swarm.manifest,
             tokenizer=ToyTokenizer(),
-            lines=self.lines,
+            connections=self.connections,
             planner=self.planner,
             config=self.config,
             on_event=self.hear,
@@ -145,7 +147,7 @@ def run(test: Callable[[World], Awaitable[T]], *, config: ClientConfig = QUICK, 
         async with asyncio.timeout(60), AsyncExitStack() as stack:
             world = World(config, eos)
             stack.push_async_callback(world.swarm.close)
-            stack.push_async_callback(world.lines.close)
+            stack.push_async_callback(world.connections.close)
             stack.push_async_callback(world.planner.close)
             return await test(world)
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from peer.config import SessionLimits
-from peer.serving.queries import Desk, Shelf
+from peer.serving.queries import QueryHandler, SharedFiles
 from peer.serving.server import PeerServer
 from peer.sessions.segments import Builder
 from peer.sessions.service import Serving, SpanService
 from swarm.discovery.directory import MemoryDirectory
-from swarm.engine.paged.block_tables import Tables
+from swarm.engine.paged.block_tables import BlockTables
 from swarm.errors import SwarmError
 from swarm.model.spans import LayerRange
 from swarm.sampling import Sampling
@@ -82,13 +82,13 @@ async def toy_peer(
     *,
     engine: ToyEngine | None = None,
     limits: dict[str, Any] | None = None,
-    room: Tables | None = None,
+    room: BlockTables | None = None,
     entries: tuple[int, ...] = (),
     builder: Builder | None = None,
-    shelf: Shelf | None = None,
+    shared_files: SharedFiles | None = None,
     directory: MemoryDirectory | None = None,
     clock: Callable[[], float] | None = None,
-    most_connections: int = 256,
+    max_connections: int = 256,
 ) -> AsyncIterator[Host]:
     identity, manifest = Identity.generate(), toy_manifest()
     engine = engine or ToyEngine(span)
@@ -111,11 +111,13 @@ async def toy_peer(
         on_failed=failed.append,
         **({"clock": clock} if clock is not None else {}),
     )
-    desk = Desk(hello=hello)
-    desk.open_directory(directory or MemoryDirectory(), lambda: ["/ip4/10.0.0.1/tcp/4/p2p/Q"])
-    if shelf is not None:
-        desk.stock(shelf)
-    async with PeerServer(identity=identity, hello=hello, desk=desk, most_connections=most_connections) as server:
+    query_handler = QueryHandler(hello=hello)
+    query_handler.open_directory(directory or MemoryDirectory(), lambda: ["/ip4/10.0.0.1/tcp/4/p2p/Q"])
+    if shared_files is not None:
+        query_handler.share_files(shared_files)
+    async with PeerServer(
+        identity=identity, hello=hello, query_handler=query_handler, max_connections=max_connections
+    ) as server:
         server.begin(service)
         await server.start("127.0.0.1", 0)
         yield Host(identity=identity, server=server, engine=engine, service=service, failed=failed)

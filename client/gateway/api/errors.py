@@ -27,7 +27,7 @@ _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class ApiError:
     """What goes back: `status`, and the four fields of OpenAI's error object."""
 
     status: int
@@ -51,12 +51,12 @@ class Problem:
         return headers
 
 
-def problem_of(error: SwarmError) -> Problem:
+def api_error_of(error: SwarmError) -> ApiError:
     """Which status an error of this program gets. A caller's own mistakes are 4xx, a swarm that cannot is 5xx."""
     text = str(error)
     match error:
         case RequestError():
-            return Problem(
+            return ApiError(
                 status=error.status,
                 message=text,
                 code=error.reason,
@@ -64,22 +64,22 @@ def problem_of(error: SwarmError) -> Problem:
                 retry_after_s=error.retry_after,
             )
         case ContextExceeded():
-            return Problem(status=400, message=text, code="context_length_exceeded")
+            return ApiError(status=400, message=text, code="context_length_exceeded")
         case ConfigError():
             named = text.partition(" ")[0]
-            return Problem(status=400, message=text, code="invalid_value", param=named if named in COMMON else None)
+            return ApiError(status=400, message=text, code="invalid_value", param=named if named in COMMON else None)
         case UnknownModel() | MixedModels():
-            return Problem(status=404, message=text, code="model_not_found", param="model")
+            return ApiError(status=404, message=text, code="model_not_found", param="model")
         case PeerBusy():
-            return Problem(status=429, message=text, code=error.code, retry_after_s=max(error.retry_after, _BUSY_S))
+            return ApiError(status=429, message=text, code=error.code, retry_after_s=max(error.retry_after, _BUSY_S))
         case NotCovered():
-            return Problem(status=503, message=text, code=error.code, retry_after_s=_BUSY_S)
+            return ApiError(status=503, message=text, code=error.code, retry_after_s=_BUSY_S)
         case PeerError() | DirectoryError() | UnknownSession():
-            return Problem(status=503, message=text, code=error.code, retry_after_s=_BUSY_S)
+            return ApiError(status=503, message=text, code=error.code, retry_after_s=_BUSY_S)
         case ProtocolError() if error.retryable:
-            return Problem(status=502, message=text, code=error.code)
+            return ApiError(status=502, message=text, code=error.code)
         case _:
-            return Problem(status=500, message=text, code=error.code)
+            return ApiError(status=500, message=text, code=error.code)
 
 
-BUG = Problem(status=500, message="the gateway made a mistake; its log says which", code="internal_error")
+BUG = ApiError(status=500, message="the gateway made a mistake; its log says which", code="internal_error")

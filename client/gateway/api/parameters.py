@@ -11,15 +11,15 @@ from typing import Any
 
 from swarm.sampling import MAX_LOGIT_BIAS
 
-_MOST_TEXT = 4 << 20
-_MOST_TOKENS = 1 << 20
+_MAX_TEXT = 4 << 20
+_MAX_TOKENS = 1 << 20
 _INT64 = 1 << 63
 MAX_PROMPTS = 16
 MAX_TOP_LOGPROBS = 20
 
 _TOKENS = {"type": ["integer", "null"], "minimum": 1, "maximum": (1 << 31) - 1}
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "maxItems": _MOST_TOKENS}
-_TEXT = {"type": "string", "maxLength": _MOST_TEXT}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "maxItems": _MAX_TOKENS}
+_TEXT = {"type": "string", "maxLength": _MAX_TEXT}
 
 
 def _number(low: float, high: float, about: str, **more: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ _SAME_NAME = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class CompletionRequest:
     """One request. `prompts` are conversations (`chat`), texts or token ids; each gets `choices` answers.
 
     `config` says how, with one token as its limit: `limit` is the caller's, None where the gateway chooses.
@@ -60,7 +60,7 @@ def parse_json(body: bytes) -> Mapping[str, Any]:
     return plain
 
 
-def parse_chat(plain: Mapping[str, Any], *, temperature: float, draft: str = AUTO) -> Asked:
+def parse_chat(plain: Mapping[str, Any], *, temperature: float, draft: str = AUTO) -> CompletionRequest:
     """`temperature` is for those who ask for none; `draft` as in GenerationConfig, for all."""
     check_object(plain, CHAT, "")
     top = plain.get("top_logprobs")
@@ -80,7 +80,7 @@ def parse_chat(plain: Mapping[str, Any], *, temperature: float, draft: str = AUT
     )
 
 
-def parse_completion(plain: Mapping[str, Any], *, temperature: float, draft: str = AUTO) -> Asked:
+def parse_completion(plain: Mapping[str, Any], *, temperature: float, draft: str = AUTO) -> CompletionRequest:
     """The same for a text that is to be continued."""
     check_object(plain, COMPLETION, "")
     logprobs = plain.get("logprobs")
@@ -104,7 +104,7 @@ def _asked(
     logprobs: int | None,
     temperature: float,
     draft: str,
-) -> Asked:
+) -> CompletionRequest:
     given: dict[str, Any] = {name: plain[name] for name in _SAME_NAME if plain.get(name) is not None}
     if "top_k" in given:
         given["top_k"] = int(given["top_k"])
@@ -127,7 +127,7 @@ def _asked(
     options = plain.get("stream_options")
     if options is not None and not plain.get("stream"):
         raise RequestError("stream_options needs stream to be true", param="stream_options")
-    return Asked(
+    return CompletionRequest(
         model=plain["model"],
         chat=chat,
         prompts=prompts,

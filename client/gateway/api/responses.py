@@ -58,7 +58,7 @@ class Written:
     metrics: Metrics
 
 
-class Shape(ABC):
+class ResponseFormat(ABC):
     """The frame of one request's answers. `decode` gives the text of token ids, for log-probabilities."""
 
     kind: str
@@ -125,7 +125,7 @@ def _shown(pieces: Sequence[Piece]) -> list[Choice]:
     ]
 
 
-class ChatShape(Shape):
+class ChatFormat(ResponseFormat):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     def first(self, index: int) -> bytes:
@@ -159,7 +159,7 @@ class ChatShape(Shape):
         }
 
 
-class TextShape(Shape):
+class TextFormat(ResponseFormat):
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
 
     def __init__(self, **options: Any) -> None:

@@ -22,13 +22,13 @@ LONG = 64 << 10
 
 
 class Bodies:
-    """Reads bodies: of `limit` bytes at most, each within `timeout` seconds, and no more than `most_long` long ones at
+    """Reads bodies: of `limit` bytes at most, each within `timeout` seconds, and no more than `max_long` long ones at
     once, whoever sends them."""
 
-    def __init__(self, *, limit: int, timeout: float, most_long: int) -> None:
+    def __init__(self, *, limit: int, timeout: float, max_long: int) -> None:
         self._limit = limit
         self._timeout = timeout
-        self._long = asyncio.Semaphore(most_long)
+        self._long = asyncio.Semaphore(max_long)
 
     @contextlib.asynccontextmanager
     async def read(self, scope: Scope, receive: Receive) -> AsyncIterator[bytes]:
@@ -94,7 +94,7 @@ async def respond(
     await send({"type": "http.response.body", "body": body})
 
 
-async def hang_up(scope: Scope) -> None:
+async def close_connection(scope: Scope) -> None:
     """End the connection without waiting for a caller that takes nothing."""
     abort = scope.get(ABORT)
     if abort is not None:

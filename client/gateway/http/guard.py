@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from client.gateway.api.errors import problem_of
+from client.gateway.api.errors import api_error_of
 from client.gateway.config import GatewayConfig, is_loopback
-from client.gateway.http.asgi import hang_up, respond
+from client.gateway.http.asgi import close_connection, respond
 from swarm.errors import RequestError
 
 _PRIVATE = ("/v1/", "/api/", "/metrics")
@@ -54,13 +54,13 @@ class Guard:
                 async with asyncio.timeout(self._config.write_s):
                     await send(message)
             except TimeoutError:
-                await hang_up(scope)  # it takes nothing: whoever answers it learns that it is gone
+                await close_connection(scope)  # it takes nothing: whoever answers it learns that it is gone
 
         try:
             self._check(scope)
-        except RequestError as error:
-            problem = problem_of(error)
-            await respond(answer, problem.to_plain(), status=problem.status, headers=problem.headers)
+        except RequestError as refused:
+            error = api_error_of(refused)
+            await respond(answer, error.to_plain(), status=error.status, headers=error.headers)
             return
         await self._app(scope, receive, answer)
 

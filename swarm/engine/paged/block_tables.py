@@ -32,7 +32,7 @@ class Disk(Protocol):
     def drop(self, session: str) -> None: ...
 
 
-class Tables:
+class BlockTables:
     """Names of sessions to their blocks. Names are unique over all engines that share the pool."""
 
     def __init__(self, pool: BlockPool) -> None:

@@ -69,15 +69,15 @@ def names_of(ids: Ids, *, first: Name, size: int = BLOCK_TOKENS) -> list[Name]:
 class BlockPool:
     """`count` blocks of `size` positions. Every block is held, kept or empty; nothing here allocates memory.
 
-    `most_kept` bounds what lies there only because somebody may want it; None: until its room is needed.
+    `max_kept` bounds what lies there only because somebody may want it; None: until its room is needed.
     """
 
-    def __init__(self, count: int, size: int, *, most_kept: int | None = None) -> None:
+    def __init__(self, count: int, size: int, *, max_kept: int | None = None) -> None:
         if count < 1 or size < 1:
             raise EngineError(f"{count} blocks of {size} tokens are no KV cache: give it more memory")
         self.count = count
         self.size = size
-        self._most_kept = count if most_kept is None else most_kept
+        self._max_kept = count if max_kept is None else max_kept
         self.ids = np.zeros((count, size), np.int32)  # [block, offset]: the token at each position
         self._holders = [0] * count
         self._names: list[Name | None] = [None] * count
@@ -130,7 +130,7 @@ class BlockPool:
             return
         if self._names[block] is not None:
             self._kept[block] = None
-            while len(self._kept) > self._most_kept:
+            while len(self._kept) > self._max_kept:
                 oldest, _ = self._kept.popitem(last=False)
                 self.unname(oldest)
                 self._empty.append(oldest)

@@ -30,9 +30,9 @@ Part = NDArray[np.generic]
 
 
 class Spill:
-    """Parts of caches by name, up to `most_bytes`: those that were put first make room for others."""
+    """Parts of caches by name, up to `max_bytes`: those that were put first make room for others."""
 
-    def __init__(self, place: Path, *, most_bytes: int) -> None:
+    def __init__(self, place: Path, *, max_bytes: int) -> None:
         """Raises ConfigError where nothing can be written at `place`."""
         try:
             place.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ class Spill:
             text = f"nothing can be written to {place} ({error.strerror}); name another --kv-spill"
             raise ConfigError(text) from error
         weakref.finalize(self, _remove, self._folder, lock)  # at the latest when the process ends
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._sizes: OrderedDict[str, int] = OrderedDict()
 
     @property
@@ -53,10 +53,10 @@ class Spill:
     def put(self, name: str, parts: Sequence[Part]) -> bool:
         """Write it, over what was there under this name; False where it does not fit or the disk fails."""
         size = sum(part.nbytes for part in parts)
-        if size > self._most_bytes:
+        if size > self._max_bytes:
             return False
         self.drop(name)
-        while self.used_bytes + size > self._most_bytes:
+        while self.used_bytes + size > self._max_bytes:
             self.drop(next(iter(self._sizes)))
         path = self._path(name)
         try:

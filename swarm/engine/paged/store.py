@@ -13,7 +13,7 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from swarm.engine.paged.block_tables import Tables
+from swarm.engine.paged.block_tables import BlockTables
 from swarm.engine.paged.blocks import BlockPool
 from swarm.engine.paged.spill import Spill
 from swarm.errors import EngineError
@@ -21,7 +21,7 @@ from swarm.model.spans import LayerRange
 
 # The pages of a block that was never written cost nothing; what is kept for nobody in particular should not grow
 # to all that a peer may take.
-_MOST_KEPT_TOKENS = 32768
+_MAX_KEPT_TOKENS = 32768
 _CACHE = re.compile(r"(key|value)_cache\.(\d+)")
 Place = tuple[int, str]
 """(layer of the model, `key` or `value`)."""
@@ -42,8 +42,8 @@ class KvStore:
             raise EngineError(f"the device states {len(layouts)} caches for layers {span}: --engine stateful has none")
         (size,) = sizes
         self.span = span
-        self.pool = BlockPool(-(-tokens // size), size, most_kept=_MOST_KEPT_TOKENS // size)
-        self.tables = Tables(self.pool)
+        self.pool = BlockPool(-(-tokens // size), size, max_kept=_MAX_KEPT_TOKENS // size)
+        self.tables = BlockTables(self.pool)
         self.block_bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in layouts.values())
         self._layouts = layouts
         self._spill: Spill | None = None

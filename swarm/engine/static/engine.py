@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from swarm.engine.base import Step, StepResult
 from swarm.engine.device import CompiledSpan, compile_span
 from swarm.engine.memory import release_memory
-from swarm.engine.static.graph import MOST_ROWS, bias_name, cache_shapes, compose_static, windows_of
-from swarm.engine.static.ring_cache import Ring
+from swarm.engine.static.graph import MAX_ROWS, bias_name, cache_shapes, compose_static, windows_of
+from swarm.engine.static.ring_cache import RingCache
 from swarm.engine.steps import Sessions, StepRules, all_finite, run_in_turn, run_warm_up
 from swarm.errors import EngineError
 from swarm.model.manifest import DECODE, PREFILL, Manifest
@@ -70,7 +70,7 @@ def open_static_engine(
 
 @dataclass(slots=True, eq=False)
 class _Session:
-    ring: Ring
+    ring: RingCache
     caches: dict[str, NDArray[np.float32]]  # "key.LAYER" -> [1, heads, slots, size]
 
 
@@ -105,7 +105,7 @@ class StaticEngine:
         """
         self._sessions.claim(session)
         self._rules.check_length(max_tokens)
-        ring = Ring(self._spec, max_tokens)
+        ring = RingCache(self._spec, max_tokens)
         try:
             caches = {name: np.zeros(shape, np.float32) for name, shape in self._shapes}
         except MemoryError as error:
@@ -146,12 +146,12 @@ class StaticEngine:
         return outputs[0] if len(outputs) == 1 else np.concatenate(outputs)
 
     def _pieces(self, step: Step) -> Iterator[tuple[int, int]]:
-        """Where the runs of a step begin and end: each at most a chunk, with at most `MOST_ROWS` rows of logits."""
+        """Where the runs of a step begin and end: each at most a chunk, with at most `MAX_ROWS` rows of logits."""
         n = len(step.tokens)
         end, first_row = 0, n - step.rows
         while end < n:
             begin = end
-            end = min(begin + self._spec.chunk, max(begin, first_row) + min(MOST_ROWS, self._spec.chunk), n)
+            end = min(begin + self._spec.chunk, max(begin, first_row) + min(MAX_ROWS, self._spec.chunk), n)
             yield begin, end
 
     def _run(self, session: _Session, step: Step, begin: int, end: int) -> NDArray[np.float32]:

@@ -25,7 +25,7 @@ from swarm.errors import PackageError
 from swarm.model.manifest import EMBED, HEAD, Manifest, StaticSpec, layer_part, static_file
 from swarm.model.spans import LayerRange
 
-MOST_ROWS = 8
+MAX_ROWS = 8
 """Rows of logits that a prefill graph gives at once: a few drafts to verify, not a whole chunk through the head."""
 
 BIAS, POSITIONS = "attention_bias", "position_ids"
@@ -55,7 +55,7 @@ def compose_static(package: Path, manifest: Manifest, span: LayerRange, kind: st
         name = static_file(layer, kind).removesuffix(".xml")
         join.layer(read_part(package, name, layer_part(layer)), layer, window=manifest.layers[layer].window)
     if span.last == len(manifest.layers):
-        join.head(read_part(package, HEAD), rows=min(MOST_ROWS, width) if width > 1 else 0)
+        join.head(read_part(package, HEAD), rows=min(MAX_ROWS, width) if width > 1 else 0)
     model = join.model(f"{manifest.name} {span} {kind}")
     check_static(model)
     return model

@@ -29,7 +29,7 @@ HIDDEN = np.float32(-65504.0)
 _EMPTY = -1
 
 
-class Ring:
+class RingCache:
     """One session's positions. `check` decides, and changes nothing; `begin` and `wrote` follow what is done."""
 
     def __init__(self, spec: StaticSpec, max_tokens: int) -> None:

@@ -16,7 +16,7 @@ from client.metrics import HopTime, Metrics
 from peer.announcing.metrics import PeerGauges
 from peer.batching.job import StepOutcome
 from peer.sessions.service import Load
-from swarm.discovery.records import Work
+from swarm.discovery.records import PeerLoad
 from swarm.engine.base import Step
 from swarm.errors import BadStep
 from tests.client.gateway.toy_gateway import toy_gateway
@@ -30,7 +30,7 @@ LOAD = Load(
     state="serving",
     layer_time_s=None,
     prefill_time_s=None,
-    work=Work(engine="paged", blocks=7, blocks_used=5),
+    work=PeerLoad(engine="paged", blocks=7, blocks_used=5),
 )
 
 

@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from client.gateway.model_pool import Fleet
-from client.gateway.swarm_view import SwarmWatch
+from client.gateway.model_pool import ModelPool
+from client.gateway.swarm_view import SwarmView
 from swarm.discovery.directory import MemoryDirectory
 from swarm.errors import NotCovered, RequestError
 from tests.client.world import World, run
 
 
-def in_a_fleet(test: Callable[[World, Fleet, list[str]], Awaitable[None]], *, most: int = 64) -> None:
+def in_a_fleet(test: Callable[[World, ModelPool, list[str]], Awaitable[None]], *, most: int = 64) -> None:
     """`test` gets a fleet that connects to the toy model, and the names that were asked for."""
 
     async def main(world: World) -> None:
@@ -28,54 +28,54 @@ def in_a_fleet(test: Callable[[World, Fleet, list[str]], Awaitable[None]], *, mo
                 raise NotCovered("nobody serves it")
             return world.client()
 
-        async with Fleet(world.swarm.directory, connect, probe_s=1.0, most=most) as fleet:  # type: ignore[arg-type]
-            await test(world, fleet, asked)
+        async with ModelPool(world.swarm.directory, connect, probe_s=1.0, most=most) as pool:  # type: ignore[arg-type]
+            await test(world, pool, asked)
 
     run(main)
 
 
 def test_a_model_is_found_by_name_and_by_the_first_digits_of_its_digest() -> None:
-    async def test(world: World, fleet: Fleet, asked: list[str]) -> None:
-        await fleet.add("toy")
+    async def test(world: World, pool: ModelPool, asked: list[str]) -> None:
+        await pool.add("toy")
         digest = world.swarm.manifest.digest
-        (served,) = fleet.served
+        (served,) = pool.served
         for name in ("toy", "TOY", digest, digest[:8]):
-            assert fleet.find(name) is served
+            assert pool.find(name) is served
         for name in ("other", digest[:7], ""):
             with pytest.raises(RequestError, match="toy") as caught:
-                fleet.find(name)
+                pool.find(name)
             assert caught.value.status == 404
 
     in_a_fleet(test)
 
 
 def test_a_model_is_offered_once_and_another_of_its_name_with_its_digest() -> None:
-    async def test(world: World, fleet: Fleet, asked: list[str]) -> None:
-        await fleet.add("toy")
-        await fleet.add(world.swarm.manifest.digest)
-        assert [served.name for served in fleet.served] == ["toy"]
-        fleet.offer(world.client())
-        assert [served.name for served in fleet.served] == ["toy", f"toy@{world.swarm.manifest.digest[:12]}"]
+    async def test(world: World, pool: ModelPool, asked: list[str]) -> None:
+        await pool.add("toy")
+        await pool.add(world.swarm.manifest.digest)
+        assert [served.name for served in pool.served] == ["toy"]
+        pool.offer(world.client())
+        assert [served.name for served in pool.served] == ["toy", f"toy@{world.swarm.manifest.digest[:12]}"]
 
     in_a_fleet(test)
 
 
 def test_what_the_swarm_serves_is_connected_to_once() -> None:
-    async def test(world: World, fleet: Fleet, asked: list[str]) -> None:
-        await fleet.add_new()
-        await fleet.add_new()
+    async def test(world: World, pool: ModelPool, asked: list[str]) -> None:
+        await pool.add_new()
+        await pool.add_new()
         assert asked == [world.swarm.manifest.digest]
 
     in_a_fleet(test)
 
 
 def test_a_probe_makes_a_model_ready_or_says_why_not() -> None:
-    async def test(world: World, fleet: Fleet, asked: list[str]) -> None:
-        await fleet.add("toy")
-        (served,) = fleet.served
-        assert not fleet.is_ready(served)
+    async def test(world: World, pool: ModelPool, asked: list[str]) -> None:
+        await pool.add("toy")
+        (served,) = pool.served
+        assert not pool.is_ready(served)
         await served.probe()
-        assert fleet.is_ready(served)
+        assert pool.is_ready(served)
         assert served.problem == ""
         for peer in world.swarm.peers.values():
             peer.die()
@@ -86,41 +86,41 @@ def test_a_probe_makes_a_model_ready_or_says_why_not() -> None:
 
 
 def test_a_bug_in_a_probe_is_told_and_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    async def test(world: World, fleet: Fleet, asked: list[str]) -> None:
-        await fleet.add("toy")
-        (served,) = fleet.served
+    async def test(world: World, pool: ModelPool, asked: list[str]) -> None:
+        await pool.add("toy")
+        (served,) = pool.served
         generate, served.client.generate = served.client.generate, None  # type: ignore[assignment,method-assign]
         await served.probe()
         assert "its log says which" in served.problem
         assert "a bug of this program" in caplog.text
         served.client.generate = generate  # type: ignore[method-assign]
         await served.probe()
-        assert fleet.is_ready(served)
+        assert pool.is_ready(served)
 
     in_a_fleet(test)
 
 
 def test_the_swarm_cannot_name_models_without_end() -> None:
-    async def test(world: World, fleet: Fleet, asked: list[str]) -> None:
-        await fleet.add_new()
+    async def test(world: World, pool: ModelPool, asked: list[str]) -> None:
+        await pool.add_new()
         assert asked == []
 
     in_a_fleet(test, most=0)
 
 
 def test_a_model_that_nobody_names_any_more_makes_room() -> None:
-    async def test(world: World, fleet: Fleet, asked: list[str]) -> None:
-        await fleet.add_new()
-        await fleet.add_new()
-        assert len(fleet.served) == 1
-        fleet.directory = MemoryDirectory()
-        await fleet.add_new()
-        assert fleet.served == []
-        fleet.directory = world.swarm.directory
-        await fleet.add("toy")  # by name: it stays
-        fleet.directory = MemoryDirectory()
-        await fleet.add_new()
-        assert len(fleet.served) == 1
+    async def test(world: World, pool: ModelPool, asked: list[str]) -> None:
+        await pool.add_new()
+        await pool.add_new()
+        assert len(pool.served) == 1
+        pool.directory = MemoryDirectory()
+        await pool.add_new()
+        assert pool.served == []
+        pool.directory = world.swarm.directory
+        await pool.add("toy")  # by name: it stays
+        pool.directory = MemoryDirectory()
+        await pool.add_new()
+        assert len(pool.served) == 1
 
     in_a_fleet(test, most=1)
 
@@ -132,18 +132,18 @@ def test_a_model_that_cannot_be_had_is_complained_of_once(caplog: pytest.LogCapt
         async def connect(model: str) -> object:
             raise NotCovered("nobody serves it")
 
-        async with Fleet(world.swarm.directory, connect, probe_s=1.0) as fleet:  # type: ignore[arg-type]
-            await fleet.add_new()
-            await fleet.add_new()
+        async with ModelPool(world.swarm.directory, connect, probe_s=1.0) as pool:  # type: ignore[arg-type]
+            await pool.add_new()
+            await pool.add_new()
             assert caplog.text.count("is left out for now: nobody serves it") == 1
 
     run(main)
 
 
 def test_those_who_look_at_the_same_time_share_a_look_and_one_who_leaves_takes_it_from_nobody() -> None:
-    async def test(world: World, fleet: Fleet, asked: list[str]) -> None:
-        await fleet.add("toy")
-        watch = SwarmWatch(fleet, clock=time.monotonic)
+    async def test(world: World, pool: ModelPool, asked: list[str]) -> None:
+        await pool.add("toy")
+        watch = SwarmView(pool, clock=time.monotonic)
         first, second = (asyncio.create_task(watch.current()) for _ in range(2))
         await asyncio.sleep(0)
         first.cancel()

@@ -17,7 +17,7 @@ from client.gateway.app import Gateway
 from client.gateway.config import GatewayConfig
 from client.gateway.http.server import Ending
 from client.gateway.http.server import run as serve
-from client.gateway.model_pool import Fleet
+from client.gateway.model_pool import ModelPool
 from swarm.transport.address import Address
 from tests.client.scripted import ScriptedPeer
 from tests.client.world import QUICK, World
@@ -43,7 +43,7 @@ class ToyGateway:
 
     url: str
     world: World
-    fleet: Fleet
+    pool: ModelPool
     ending: Ending
     loop: asyncio.AbstractEventLoop
     http: httpx.Client
@@ -94,18 +94,18 @@ def toy_gateway(
             async def connect(model: str) -> SwarmClient:
                 return world.client()
 
-            fleet = await stack.enter_async_context(Fleet(world.swarm.directory, connect, probe_s=config.probe_s))
-            fleet.offer(world.client())
+            pool = await stack.enter_async_context(ModelPool(world.swarm.directory, connect, probe_s=config.probe_s))
+            pool.offer(world.client())
             stack.push_async_callback(world.planner.close)
             if probing:
-                fleet.begin()
+                pool.begin()
             ending = Ending()
-            gateway = await stack.enter_async_context(Gateway(fleet, config, ending=ending.asked))
+            gateway = await stack.enter_async_context(Gateway(pool, config, ending=ending.asked))
 
             def heard(place: Address) -> None:
                 url, loop = f"http://{place.place}", asyncio.get_running_loop()
                 http = httpx.Client(base_url=url, timeout=PATIENCE_S, verify=False)
-                made.append(ToyGateway(url, world, fleet, ending, loop, http))
+                made.append(ToyGateway(url, world, pool, ending, loop, http))
                 listening.set()
 
             await serve(gateway.app(), config, ending=ending, listening=heard)

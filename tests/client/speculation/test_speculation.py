@@ -62,7 +62,7 @@ def test_no_draft_no_size_and_no_depth_changes_a_token(
     report = speculation.report()
     assert report is not None
     assert 0 <= report.accepted <= report.proposed
-    assert depth is None or pipeline.most_windows <= depth
+    assert depth is None or pipeline.max_windows <= depth
     if errors == 1.0:
         assert report.accepted == 0
 
@@ -94,7 +94,7 @@ def test_windows_are_sent_before_the_first_is_answered() -> None:
         draft = ScriptedDraft([5, *text], errors=0.1, instant=instant)
         said, _ = asyncio.run(write(pipeline, [5], COUNT, draft, k=2, depth=4))
         assert said == text
-        assert pipeline.most_windows == 4
+        assert pipeline.max_windows == 4
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

@@ -8,20 +8,22 @@ import pytest
 from openvino import opset15 as op
 
 from export.graph.compress import Format
-from export.package.parts import Piece
+from export.package.parts import PartGraph
 from export.package.row_blocks import compress_rows
 
 ROWS, WIDTH = 100, 32
 MATRIX = np.random.default_rng(0).normal(0, 1, (ROWS, WIDTH)).astype(np.float32)
 
 
-def head(first: int, last: int, bias: ov.Type | None = None) -> Piece:
+def head(first: int, last: int, bias: ov.Type | None = None) -> PartGraph:
     hidden = op.parameter([-1, -1, WIDTH], ov.Type.f32, name="hidden_states")
     logits = op.matmul(hidden, op.constant(MATRIX[first:last]), False, True)
     if bias is not None:
         numbers = op.constant(MATRIX[None, first:last, 0], dtype=bias)
         logits = op.add(logits, op.convert(numbers, "f32"))
-    return Piece(model=ov.Model([op.result(logits)], [hidden], "head"), facts={"vocab_size": last - first}, alive=[])
+    return PartGraph(
+        model=ov.Model([op.result(logits)], [hidden], "head"), facts={"vocab_size": last - first}, alive=[]
+    )
 
 
 @pytest.mark.parametrize("block", [1500, 128 * ROWS // 2, 1 << 20])

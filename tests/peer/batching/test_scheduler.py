@@ -10,9 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peer.batching.cost_model import Cost
-from peer.batching.scheduler import ALONE, LINGER, MOST_STEPS, PATIENCE_S, PAUSE_S, SHORT, Due, InTurn, Portion, Shared
-from swarm.engine.paged.block_tables import Tables
+from peer.batching.cost_model import CostModel
+from peer.batching.scheduler import (
+    ALONE,
+    LINGER,
+    MAX_STEPS,
+    PATIENCE_S,
+    PAUSE_S,
+    SHORT,
+    BatchScheduler,
+    PendingStep,
+    Portion,
+    SerialScheduler,
+)
+from swarm.engine.paged.block_tables import BlockTables
 from swarm.engine.paged.blocks import BLOCK_TOKENS, BlockPool, first_name, names_of, pack_names
 from swarm.errors import UnknownSession
 
@@ -30,8 +41,8 @@ def due(
     age: float = 0.0,
     at: float = 0.0,
     hops: int = 1,
-) -> Due:
-    return Due(
+) -> PendingStep:
+    return PendingStep(
         session=session,
         client=client or session,
         opened_at=age,
@@ -43,14 +54,14 @@ def due(
     )
 
 
-def tables(blocks: int, *sessions: str) -> Tables:
-    made = Tables(BlockPool(blocks, SIZE))
+def tables(blocks: int, *sessions: str) -> BlockTables:
+    made = BlockTables(BlockPool(blocks, SIZE))
     for session in sessions:
         made.open(session, blocks * SIZE)
     return made
 
 
-def compute(room: Tables, portions: list[Portion[Due]]) -> list[str]:
+def compute(room: BlockTables, portions: list[Portion[PendingStep]]) -> list[str]:
     """Do what an engine does with a round; the sessions that must begin again."""
     lost = []
     for portion in portions:
@@ -65,13 +76,13 @@ def compute(room: Tables, portions: list[Portion[Due]]) -> list[str]:
     return lost
 
 
-def sizes(portions: list[Portion[Due]]) -> dict[str, int]:
+def sizes(portions: list[Portion[PendingStep]]) -> dict[str, int]:
     return {portion.due.session: portion.count for portion in portions}
 
 
-def warmed(room: Tables) -> Shared[Due]:
+def warmed(room: BlockTables) -> BatchScheduler[PendingStep]:
     """A schedule that knows what the pretended device takes."""
-    schedule: Shared[Due] = Shared(room)
+    schedule: BatchScheduler[PendingStep] = BatchScheduler(room)
     for count in (1, 2, 8, 64, 128, 1, 1):
         schedule._cost.observe(count, BASE_S + EACH_S * count)
     return schedule
@@ -154,14 +165,14 @@ def test_an_engine_whose_steps_must_wait_does_not_stop_another() -> None:
 
 
 def test_a_prompt_gets_on_beside_more_writers_than_a_round_takes() -> None:
-    names = [f"w{i}" for i in range(2 * MOST_STEPS)]
+    names = [f"w{i}" for i in range(2 * MAX_STEPS)]
     room = tables(4000, "prompt", *names)
     schedule = warmed(room)
     schedule.add(due("prompt", 500, age=9.0))
     for name in names:
         schedule.add(due(name, client="writers"))
     portions = schedule.round(0.0)
-    assert len(portions) == MOST_STEPS
+    assert len(portions) == MAX_STEPS
     assert "prompt" in sizes(portions)
 
 
@@ -205,7 +216,7 @@ def test_nothing_is_known_of_clients_and_engines_that_have_gone() -> None:
     schedule.forget("b")
     assert (list(schedule._turns), list(schedule._served)) == ([None], ["a"])
     schedule.forget("a")
-    assert (schedule._turns, schedule._served, schedule._tenants) == ({}, {}, {})
+    assert (schedule._turns, schedule._served, schedule._sequences) == ({}, {}, {})
 
 
 def test_a_round_waits_a_little_for_the_rest_of_a_batch_and_for_nothing_else() -> None:
@@ -219,9 +230,9 @@ def test_a_round_waits_a_little_for_the_rest_of_a_batch_and_for_nothing_else() -
     schedule.add(due("a", start=1, at=0.05, hops=2))
     assert schedule.worth_waiting(0.05) == pytest.approx(LINGER * 0.02)
     for name in "bcd":
-        schedule._tenants[name].gap_s = 1.0
+        schedule._sequences[name].gap_s = 1.0
     assert schedule.worth_waiting(0.05) == 0.0, "the others are far away"
-    schedule._tenants["d"].gap_s = 0.03
+    schedule._sequences["d"].gap_s = 0.03
     assert schedule.worth_waiting(0.05 + LINGER * 0.02) == 0.0
     schedule.add(due("long", 100, at=0.05))
     assert schedule.worth_waiting(0.05) == 0.0, "there is something to do"
@@ -244,12 +255,12 @@ def test_a_long_step_is_bounded_while_others_write_and_runs_in_large_pieces_alon
 
 
 def test_what_is_beside_a_writer_is_fitted_to_what_rounds_take() -> None:
-    cost = Cost()
+    cost = CostModel()
     assert cost.beside(1, 1.5) is None
     for n in (1, 40, 3, 100):
         cost.observe(n, BASE_S + EACH_S * n)
     assert cost.beside(2, 2.0) == pytest.approx((BASE_S + 2 * EACH_S) / EACH_S, abs=1)
-    flat = Cost()
+    flat = CostModel()
     for n in (1, 2, 3):
         flat.observe(n, BASE_S)
     assert flat.beside(1, 1.5) is None
@@ -321,13 +332,13 @@ def test_without_blocks_the_paused_lose_theirs_then_the_youngest_and_never_the_o
 def test_what_younger_sessions_hold_only_together_is_an_older_ones_too() -> None:
     first = first_name("model")
     ids = np.arange(4 * BLOCK_TOKENS, dtype=np.int32)
-    room = Tables(BlockPool(8, BLOCK_TOKENS))
+    room = BlockTables(BlockPool(8, BLOCK_TOKENS))
     packed = pack_names(first, names_of(ids, first=first), most=1 << 10)
     for session in ("before", "old", "one", "other"):
         room.open(session, 8 * BLOCK_TOKENS)
     schedule = warmed(room)
 
-    def computed(one: Due) -> list[Portion[Due]]:
+    def computed(one: PendingStep) -> list[Portion[PendingStep]]:
         schedule.add(one)
         portions = schedule.round(0.0)
         assert compute(room, portions) == []
@@ -366,7 +377,7 @@ def test_a_session_whose_every_token_takes_seconds_is_not_pausing() -> None:
 
 
 def test_one_after_another_nothing_overtakes() -> None:
-    schedule: InTurn[Due] = InTurn(batch=2)
+    schedule: SerialScheduler[PendingStep] = SerialScheduler(batch=2)
     for one in (due("a", 5), due("b"), due("b", start=1), due("c")):
         schedule.add(one)
     order = []
@@ -388,7 +399,7 @@ class Writer:
     text: int
     known: int = 0
     cached: int = 0
-    due: Due | None = None
+    due: PendingStep | None = None
     restarts: int = 0
     waits: list[int] = field(default_factory=list)
 
@@ -396,7 +407,7 @@ class Writer:
     def ended(self) -> bool:
         return self.cached >= self.prompt + self.text
 
-    def next(self, now: float) -> Due:
+    def next(self, now: float) -> PendingStep:
         known = max(self.known, self.prompt)
         count = known - self.cached
         self.due = due(
@@ -414,7 +425,7 @@ writers = st.lists(
 @given(writers, st.integers(22, 60))
 def test_everybody_ends_and_no_short_step_waits_long(plans: list[tuple[int, int, int, int]], blocks: int) -> None:
     """Sessions of three clients come at some time; the cache has room for the largest of them, and not for all."""
-    room = Tables(BlockPool(blocks, SIZE))
+    room = BlockTables(BlockPool(blocks, SIZE))
     schedule = warmed(room)
     left = [
         (start, Writer(name=f"s{i}", client=f"c{client}", age=start + i / 100, prompt=prompt, text=text))
@@ -436,7 +447,7 @@ def test_everybody_ends_and_no_short_step_waits_long(plans: list[tuple[int, int,
         oldest = min(running, key=lambda one: one.age).name if running else ""
         portions = schedule.round(now)
         counts = [portion.count for portion in portions]
-        assert len({portion.due.session for portion in portions}) == len(portions) <= MOST_STEPS
+        assert len({portion.due.session for portion in portions}) == len(portions) <= MAX_STEPS
         assert sum(count for count in counts if count > SHORT) <= ALONE
         lost = compute(room, portions)
         schedule.ran([portion for portion in portions if portion.due.session not in lost], 0.02, now)

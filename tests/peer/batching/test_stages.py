@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peer.batching.scheduler import LINGER, MOST_STEPS, SHORT, Due, Portion, Shared
-from swarm.engine.paged.block_tables import Tables
+from peer.batching.scheduler import LINGER, MAX_STEPS, SHORT, BatchScheduler, PendingStep, Portion
+from swarm.engine.paged.block_tables import BlockTables
 from swarm.engine.paged.blocks import BlockPool
 
 BASE_S, EACH_S = 0.010, 0.001
@@ -41,7 +41,9 @@ class Line:
 
     def __init__(self, stages: int, writers: Sequence[Writer]) -> None:
         self.now = 0.0
-        self.schedules: list[Shared[Due]] = [Shared(Tables(BlockPool(1, 32))) for _ in range(stages)]
+        self.schedules: list[BatchScheduler[PendingStep]] = [
+            BatchScheduler(BlockTables(BlockPool(1, 32))) for _ in range(stages)
+        ]
         self.writers = writers
         self.steps: Counter[int] = Counter()
         self.rounds: list[list[int]] = [[] for _ in range(stages)]
@@ -81,7 +83,7 @@ class Line:
     def _add(self, stage: int, number: int) -> None:
         writer = self.writers[number]
         self.schedules[stage].add(
-            Due(
+            PendingStep(
                 session=str(number),
                 client=writer.client,
                 opened_at=float(number),
@@ -105,7 +107,7 @@ class Line:
         assert self.now - since <= LINGER * self._last_s[stage] + 1e-6, "the device stands idle beside steps"
         portions = schedule.round(self.now)
         assert portions, "the device stands idle while a step could run"
-        assert len(portions) <= MOST_STEPS
+        assert len(portions) <= MAX_STEPS
         self.rounds[stage].append(len(portions))
         self._busy[stage] = True
         chosen = {portion.due.session for portion in portions}
@@ -117,7 +119,7 @@ class Line:
         seconds = (BASE_S + EACH_S * sum(portion.count for portion in portions)) * self._chance.uniform(0.93, 1.07)
         self._at_time(self.now + seconds, partial(self._end, stage, portions, seconds))
 
-    def _end(self, stage: int, portions: list[Portion[Due]], seconds: float) -> None:
+    def _end(self, stage: int, portions: list[Portion[PendingStep]], seconds: float) -> None:
         self._busy[stage] = False
         self._free_at[stage], self._last_s[stage] = self.now, seconds
         self.schedules[stage].ran(portions, seconds, self.now)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from peer.batching.job import StepOutcome
-from peer.batching.scheduler import InTurn, Shared
+from peer.batching.scheduler import BatchScheduler, SerialScheduler
 from peer.batching.worker import Worker
 from swarm.engine.base import Step, StepResult
-from swarm.engine.paged.block_tables import Tables
+from swarm.engine.paged.block_tables import BlockTables
 from swarm.engine.paged.blocks import BlockPool
 from swarm.errors import BadStep, EngineError, LocalProtocolError, PeerBusy, PeerFailed, SwarmError, UnknownSession
 from swarm.model.spans import LayerRange
@@ -37,7 +37,7 @@ async def run(worker: Worker, *given: Any, **settings: Any) -> StepOutcome:
 
 @asynccontextmanager
 async def running(batch: int = 1, **settings: Any) -> AsyncIterator[Worker]:
-    worker = Worker(InTurn(batch), **settings)
+    worker = Worker(SerialScheduler(batch), **settings)
     worker.start()
     try:
         yield worker
@@ -284,8 +284,8 @@ def test_a_call_runs_even_when_its_caller_gave_up() -> None:
 def test_a_step_that_waits_when_its_session_ends_is_not_remembered() -> None:
     async def main() -> None:
         gate = threading.Event()
-        engine, room = ToyEngine(WHOLE), Tables(BlockPool(4, 4))
-        schedule: Shared[Any] = Shared(room)
+        engine, room = ToyEngine(WHOLE), BlockTables(BlockPool(4, 4))
+        schedule: BatchScheduler[Any] = BatchScheduler(room)
         worker = Worker(schedule)
         worker.start()
         await opened(worker, engine, "a")
@@ -299,7 +299,7 @@ def test_a_step_that_waits_when_its_session_ends_is_not_remembered() -> None:
             await waiting
         await until(lambda: worker.waiting == 0)
         await worker.close()
-        assert (schedule._tenants, schedule._served, len(schedule)) == ({}, {}, 0)
+        assert (schedule._sequences, schedule._served, len(schedule)) == ({}, {}, 0)
 
     asyncio.run(main())
 
@@ -307,7 +307,7 @@ def test_a_step_that_waits_when_its_session_ends_is_not_remembered() -> None:
 def test_a_bug_in_the_schedule_is_told_to_who_waits_and_the_thread_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Buggy(InTurn[Any]):
+    class Buggy(SerialScheduler[Any]):
         rounds = 0
 
         def round(self, now: float) -> list[Any]:
@@ -334,7 +334,7 @@ def test_a_full_queue_refuses() -> None:
     async def main() -> None:
         gate = threading.Event()
         engine = ToyEngine(WHOLE, gate=gate)
-        async with running(most_waiting=2) as worker:
+        async with running(max_waiting=2) as worker:
             await opened(worker, engine, "a", "b", "c")
             tasks = [asyncio.create_task(run(worker, engine, step(name), Sampling(), NO_IDS)) for name in ("a", "b")]
             await until(lambda: worker.waiting == 2)

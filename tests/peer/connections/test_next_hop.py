@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from peer.connections.next_hop import NextHop, Onward
+from peer.connections.next_hop import NextHop, NextHops
 from swarm.errors import (
     BadStep,
     DirectoryError,
@@ -57,7 +57,7 @@ class Ways:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.onward = Onward(client_hello, clock=lambda: self.now)
+        self.onward = NextHops(client_hello, clock=lambda: self.now)
 
     def add(self, peer_id: str, on_close: Callable[[], object] = lambda: None) -> NextHop:
         hop = NextHop(peer_id, cast(Channel, FakeChannel(on_close)), lambda: self.now)
@@ -78,7 +78,7 @@ def test_a_way_that_breaks_while_another_is_closed_does_not_end_the_sweep() -> N
 
 def test_a_way_that_finds_a_traveller_while_another_is_closed_stays() -> None:
     ways, session = Ways(), Session()
-    ways.add("a", on_close=lambda: second.travellers.update({session.name: session}))
+    ways.add("a", on_close=lambda: second.users.update({session.name: session}))
     second = ways.add("b")
     ways.now = LONG_AGO_S
     asyncio.run(ways.onward.sweep())
@@ -90,7 +90,7 @@ def test_a_way_that_finds_a_traveller_while_another_is_closed_stays() -> None:
 def test_a_next_hop_that_talks_nonsense_is_at_fault_itself(nonsense: type[SwarmError]) -> None:
     ways, session = Ways(), Session()
     hop = ways.add("c" * 32)
-    hop.travellers[session.name] = session
+    hop.users[session.name] = session
     ways.onward._lost(hop, nonsense("a frame's header cannot be read"))
     ways.onward._heard(hop, Failure(code=nonsense.code, text="whatever", session=session.name))
     for error in session.heard:
@@ -102,7 +102,7 @@ def test_a_next_hop_that_talks_nonsense_is_at_fault_itself(nonsense: type[SwarmE
 def test_a_session_that_the_next_hop_does_not_know_stays_one_to_open_again() -> None:
     ways, session = Ways(), Session()
     hop = ways.add("c" * 32)
-    hop.travellers[session.name] = session
+    hop.users[session.name] = session
     ways.onward._heard(hop, Failure(code=UnknownSession.code, text="expired", session=session.name))
     assert [type(error) for error in session.heard] == [UnknownSession]
 

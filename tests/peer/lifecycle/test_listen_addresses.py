@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from peer.lifecycle.listen_addresses import advertised_addresses, advertised_hosts, directory_port, listening_places
+from peer.lifecycle.listen_addresses import announced_addresses, announced_hosts, directory_port, listen_addresses
 from swarm.transport.address import Address
 
 
@@ -31,24 +31,24 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_place_that_was_given_is_the_only_one() -> None:
     given = Address("10.1.2.3", 5)
-    assert listening_places(given) == [given]
-    assert advertised_addresses("10.1.2.3", 5) == ["10.1.2.3:5"]
+    assert listen_addresses(given) == [given]
+    assert announced_addresses("10.1.2.3", 5) == ["10.1.2.3:5"]
 
 
 def test_the_default_port_gives_way_to_the_next() -> None:
-    assert [place.place for place in listening_places(None)[:2]] == ["0.0.0.0:31337", "0.0.0.0:31338"]
+    assert [place.place for place in listen_addresses(None)[:2]] == ["0.0.0.0:31337", "0.0.0.0:31338"]
 
 
 @pytest.mark.usefixtures("_machine")
 def test_all_interfaces_that_are_up_are_advertised_and_loopback_last() -> None:
-    assert advertised_hosts("0.0.0.0") == ["10.1.2.3", "10.9.9.9", "127.0.0.1"]
-    assert advertised_addresses("::", 5) == ["[fd00::3]:5", "[::1]:5"]
+    assert announced_hosts("0.0.0.0") == ["10.1.2.3", "10.9.9.9", "127.0.0.1"]
+    assert announced_addresses("::", 5) == ["[fd00::3]:5", "[::1]:5"]
 
 
 @pytest.mark.usefixtures("_machine")
 def test_the_way_to_the_world_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peer.lifecycle.listen_addresses._towards_elsewhere", lambda family: iter(["10.9.9.9"]))
-    assert advertised_hosts("0.0.0.0") == ["10.9.9.9", "10.1.2.3", "127.0.0.1"]
+    assert announced_hosts("0.0.0.0") == ["10.9.9.9", "10.1.2.3", "127.0.0.1"]
 
 
 def test_the_dht_listens_beside_the_peer_unless_that_port_is_taken() -> None:

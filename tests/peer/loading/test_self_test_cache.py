@@ -8,8 +8,8 @@ import pytest
 
 from peer.config import JoinConfig
 from peer.loading.self_test import SelfTest
-from peer.loading.self_test_cache import PassedTest
-from peer.loading.span_files import Supply
+from peer.loading.self_test_cache import SelfTestRecord
+from peer.loading.span_files import SpanFiles
 from swarm.app.local_swarm import LocalSwarm
 from swarm.errors import ConfigError
 from swarm.model.manifest import load_manifest
@@ -19,56 +19,56 @@ PASSED = SelfTest(numerics="f32/f32", layer_time_s=0.001, prefill_time_s=0.0001,
 
 
 @pytest.fixture
-def supply(tiny_packages: Mapping[str, Path]) -> Supply:
+def span_files(tiny_packages: Mapping[str, Path]) -> SpanFiles:
     package = tiny_packages["llama"]
-    return Supply(
+    return SpanFiles(
         package=package, manifest=load_manifest(package), span=LayerRange(1, 3), memory=1 << 30, fetched=False
     )
 
 
 @pytest.fixture
-def config(tmp_path: Path, supply: Supply) -> JoinConfig:
-    return JoinConfig(package=str(supply.package), cache_dir=tmp_path)
+def config(tmp_path: Path, span_files: SpanFiles) -> JoinConfig:
+    return JoinConfig(package=str(span_files.package), cache_dir=tmp_path)
 
 
 def test_what_passed_is_there_for_one_start_and_comes_back_when_that_has_passed(
-    config: JoinConfig, supply: Supply
+    config: JoinConfig, span_files: SpanFiles
 ) -> None:
-    passed = PassedTest.of(config, supply)
+    passed = SelfTestRecord.of(config, span_files)
     assert passed.take() is None
     passed.put(PASSED)
-    assert PassedTest.of(config, supply).take() == replace(PASSED, remembered=True)
+    assert SelfTestRecord.of(config, span_files).take() == replace(PASSED, remembered=True)
     assert passed.take() is None  # that start has died
     passed.put(replace(PASSED, remembered=True))
     assert passed.take() == replace(PASSED, remembered=True)
 
 
-def test_another_span_or_setting_has_not_passed(config: JoinConfig, supply: Supply) -> None:
-    PassedTest.of(config, supply).put(PASSED)
+def test_another_span_or_setting_has_not_passed(config: JoinConfig, span_files: SpanFiles) -> None:
+    SelfTestRecord.of(config, span_files).put(PASSED)
     others = [replace(config, precision="performance"), replace(config, threads=2), replace(config, engine="stateful")]
-    assert all(PassedTest.of(other, supply).take() is None for other in others)
-    assert PassedTest.of(config, replace(supply, span=LayerRange(1, 4))).take() is None
-    assert PassedTest.of(config, supply).take() is not None
+    assert all(SelfTestRecord.of(other, span_files).take() is None for other in others)
+    assert SelfTestRecord.of(config, replace(span_files, span=LayerRange(1, 4))).take() is None
+    assert SelfTestRecord.of(config, span_files).take() is not None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"numerics": "f32/f32"}', '{"what": 1}'])
-def test_a_file_that_is_not_whole_counts_for_nothing(text: str, config: JoinConfig, supply: Supply) -> None:
-    passed = PassedTest.of(config, supply)
+def test_a_file_that_is_not_whole_counts_for_nothing(text: str, config: JoinConfig, span_files: SpanFiles) -> None:
+    passed = SelfTestRecord.of(config, span_files)
     passed.put(PASSED)
     passed.path.write_text(text)
     assert passed.take() is None
 
 
-def test_where_nothing_can_be_written_nothing_is_remembered(config: JoinConfig, supply: Supply) -> None:
+def test_where_nothing_can_be_written_nothing_is_remembered(config: JoinConfig, span_files: SpanFiles) -> None:
     (config.cache_dir / "tests").write_text("in the way")
-    passed = PassedTest.of(config, supply)
+    passed = SelfTestRecord.of(config, span_files)
     passed.put(PASSED)
     assert passed.take() is None
 
 
-def test_a_device_that_is_not_here_is_named(config: JoinConfig, supply: Supply) -> None:
+def test_a_device_that_is_not_here_is_named(config: JoinConfig, span_files: SpanFiles) -> None:
     with pytest.raises(ConfigError, match="'QPU'"):
-        PassedTest.of(replace(config, device="QPU"), supply)
+        SelfTestRecord.of(replace(config, device="QPU"), span_files)
 
 
 def test_a_peer_that_starts_again_is_tested_on_the_graph_that_it_serves(

@@ -12,8 +12,8 @@ import pytest
 from peer.config import JoinConfig
 from peer.loading.self_test import SelfTest
 from peer.loading.span import load_span
-from peer.loading.span_files import Supply
-from peer.serving.queries import Desk
+from peer.loading.span_files import SpanFiles
+from peer.serving.queries import QueryHandler
 from peer.serving.server import PeerServer
 from peer.sessions.service import SpanService
 from swarm.engine.choice import EngineKind
@@ -39,9 +39,9 @@ def test_a_span_and_its_parts_give_the_unsplit_models_tokens(
     package, unsplit = tiny_packages["llama"], Unsplit(tiny_irs["llama"] / "openvino_model.xml")
     manifest = load_manifest(package)
     config = JoinConfig(package=str(package), cache_dir=tmp_path, threads=1)
-    supply = Supply(package=package, manifest=manifest, span=manifest.span, memory=3_000_000_000, fetched=False)
+    span_files = SpanFiles(package=package, manifest=manifest, span=manifest.span, memory=3_000_000_000, fetched=False)
     tested = SelfTest(numerics="f32/f32", layer_time_s=1e-3, prefill_time_s=1e-4, engine=kind)
-    serving = load_span(config, supply, tested)
+    serving = load_span(config, span_files, tested)
     assert serving.entries == manifest.grid[1:-1]
     assert str(serving.engine.numerics) == "f32/f32"
     identity = Identity.generate()
@@ -51,7 +51,7 @@ def test_a_span_and_its_parts_give_the_unsplit_models_tokens(
 
     async def main() -> None:
         service = SpanService(serving, peer_id=identity.peer_id, hello=hello)
-        async with PeerServer(identity=identity, hello=hello, desk=Desk(hello=hello)) as server:
+        async with PeerServer(identity=identity, hello=hello, query_handler=QueryHandler(hello=hello)) as server:
             server.begin(service)
             await server.start("127.0.0.1", 0)
             caller = Caller()

@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from peer.announcing.record import Offer
+from peer.announcing.record import Announcement
 from peer.config import JoinConfig, SessionLimits
 from peer.loading.capacity import kv_token_bytes, needed_bytes
 from peer.loading.self_test import SelfTest
 from peer.loading.span_files import (
-    Supply,
-    check_supply,
-    choose_supply,
+    SpanFiles,
+    check_span_files,
+    choose_span_files,
     divide_memory,
-    fetch_supply,
+    fetch_span_files,
     held_layers,
     reconsider,
 )
 from peer.report import Progress
-from peer.serving.queries import Shelf
+from peer.serving.queries import SharedFiles
 from peer.sessions.service import Load, Serving
 from swarm.discovery.directory import MemoryDirectory
 from swarm.discovery.records import PeerRecord
@@ -78,41 +78,49 @@ def manifest_of(package: Path) -> Manifest:
     return Manifest.from_json((package / MANIFEST).read_bytes())
 
 
-def record_of(host: Host, manifest: Manifest, shelf: Shelf, span: LayerRange) -> PeerRecord:
+def record_of(host: Host, manifest: Manifest, shared_files: SharedFiles, span: LayerRange) -> PeerRecord:
     engine = ToyEngine(span)
     serving = Serving(manifest=manifest, engine=engine, limits=SessionLimits(kv_total=10))
     tested = SelfTest(numerics="f32/f32", layer_time_s=1e-3, prefill_time_s=1e-4)
-    offer = Offer.of(serving, shelf, tested, peer_id=host.identity.peer_id, incarnation=1, device="CPU")
+    announcement = Announcement.of(
+        serving, shared_files, tested, peer_id=host.identity.peer_id, incarnation=1, device="CPU"
+    )
     load = Load(kv_free=10, kv_total=10, sessions=0, queue=0, state="serving", layer_time_s=None, prefill_time_s=None)
-    record = offer.record(load, name="toy", addresses=[host.address.place])
+    record = announcement.record(load, name="toy", addresses=[host.address.place])
     now = time.time()
     return replace(record, announced_at=now, expires_at=now + 100)
 
 
-async def publish(directory: MemoryDirectory, host: Host, manifest: Manifest, shelf: Shelf, span: LayerRange) -> None:
-    record = record_of(host, manifest, shelf, span)
+async def publish(
+    directory: MemoryDirectory, host: Host, manifest: Manifest, shared_files: SharedFiles, span: LayerRange
+) -> None:
+    record = record_of(host, manifest, shared_files, span)
     await directory.publish(record.seal(host.identity))
     serving = Serving(manifest=manifest, engine=ToyEngine(span), limits=SessionLimits(kv_total=10))
     tested = SelfTest(numerics="f32/f32", layer_time_s=1e-3, prefill_time_s=1e-4)
-    offer = Offer.of(serving, shelf, tested, peer_id=host.identity.peer_id, incarnation=1, device="CPU")
-    await directory.publish(replace(offer.model(), expires_at=record.expires_at).seal(host.identity))
+    announcement = Announcement.of(
+        serving, shared_files, tested, peer_id=host.identity.peer_id, incarnation=1, device="CPU"
+    )
+    await directory.publish(replace(announcement.model(), expires_at=record.expires_at).seal(host.identity))
 
 
 def test_a_directory_is_taken_as_it_is(package: Path, tmp_path: Path) -> None:
     async def main() -> None:
-        supply = await choose_supply(config(package, tmp_path), None, client_hello(), peer_id=ME)
-        assert (supply.package, supply.span, supply.fetched) == (package, LayerRange(0, LAYERS), False)
-        part = await choose_supply(config(package, tmp_path, layers=LayerRange(1, 3)), None, client_hello(), peer_id=ME)
+        span_files = await choose_span_files(config(package, tmp_path), None, client_hello(), peer_id=ME)
+        assert (span_files.package, span_files.span, span_files.fetched) == (package, LayerRange(0, LAYERS), False)
+        part = await choose_span_files(
+            config(package, tmp_path, layers=LayerRange(1, 3)), None, client_hello(), peer_id=ME
+        )
         assert part.span == LayerRange(1, 3)
-        shelf = await check_supply(part, Heard())
-        assert held_layers(shelf) == (LayerRange(0, LAYERS),)
+        shared_files = await check_span_files(part, Heard())
+        assert held_layers(shared_files) == (LayerRange(0, LAYERS),)
 
     asyncio.run(main())
 
 
 def test_what_cannot_be_served_is_said_before_anything_is_loaded(package: Path, tmp_path: Path) -> None:
-    async def choose(what: str | Path, **settings: Any) -> Supply:
-        return await choose_supply(config(what, tmp_path, **settings), None, client_hello(), peer_id=ME)
+    async def choose(what: str | Path, **settings: Any) -> SpanFiles:
+        return await choose_span_files(config(what, tmp_path, **settings), None, client_hello(), peer_id=ME)
 
     for error, match, what, settings in (
         (ConfigError, "is no package's directory here", "some-model", {}),
@@ -131,9 +139,9 @@ def test_what_cannot_be_served_is_said_before_anything_is_loaded(package: Path, 
 
 
 def test_a_damaged_or_missing_file_of_the_span_is_named(package: Path, tmp_path: Path) -> None:
-    async def check(span: LayerRange) -> Shelf:
-        supply = await choose_supply(config(package, tmp_path, layers=span), None, client_hello(), peer_id=ME)
-        return await check_supply(supply, Heard())
+    async def check(span: LayerRange) -> SharedFiles:
+        span_files = await choose_span_files(config(package, tmp_path, layers=span), None, client_hello(), peer_id=ME)
+        return await check_span_files(span_files, Heard())
 
     (package / "layer_004.bin").unlink()
     (package / "layer_002.bin").write_bytes(b"x" * 100)
@@ -149,20 +157,20 @@ def test_a_damaged_or_missing_file_of_the_span_is_named(package: Path, tmp_path:
 def test_a_name_is_looked_up_and_just_the_files_of_the_span_are_fetched(package: Path, tmp_path: Path) -> None:
     async def main() -> None:
         manifest = manifest_of(package)
-        shelf = Shelf(package=package, manifest=manifest, entries=tuple(manifest.files(manifest.parts)))
+        shared_files = SharedFiles(package=package, manifest=manifest, entries=tuple(manifest.files(manifest.parts)))
         directory = MemoryDirectory()
-        async with toy_peer(shelf=shelf) as host:
-            await publish(directory, host, manifest, shelf, LayerRange(0, 4))
+        async with toy_peer(shared_files=shared_files) as host:
+            await publish(directory, host, manifest, shared_files, LayerRange(0, 4))
             with pytest.raises(UnknownModel, match="this swarm serves toy"):
-                await choose_supply(config("other", tmp_path), directory, client_hello(), peer_id=ME)
-            supply = await choose_supply(
+                await choose_span_files(config("other", tmp_path), directory, client_hello(), peer_id=ME)
+            span_files = await choose_span_files(
                 config("toy", tmp_path, layers=LayerRange(4, LAYERS)), directory, client_hello(), peer_id=ME
             )
-            assert supply.fetched
+            assert span_files.fetched
             heard = Heard()
-            await fetch_supply(supply, directory, client_hello(), heard)
-            held = await check_supply(supply, heard)
-            names = sorted(path.name for path in supply.package.glob("*.bin"))
+            await fetch_span_files(span_files, directory, client_hello(), heard)
+            held = await check_span_files(span_files, heard)
+            names = sorted(path.name for path in span_files.package.glob("*.bin"))
             assert names == ["head.bin", "layer_004.bin", "layer_005.bin", "tokenizer.bin"]
             assert held_layers(held) == (LayerRange(4, LAYERS),)
             assert heard.bars[-1] == (400, 400)
@@ -173,15 +181,15 @@ def test_a_name_is_looked_up_and_just_the_files_of_the_span_are_fetched(package:
 def test_the_span_that_is_chosen_fills_the_gap(package: Path, tmp_path: Path) -> None:
     async def main() -> None:
         manifest = manifest_of(package)
-        shelf = Shelf(package=package, manifest=manifest, entries=tuple(manifest.files(manifest.parts)))
+        shared_files = SharedFiles(package=package, manifest=manifest, entries=tuple(manifest.files(manifest.parts)))
         directory = MemoryDirectory()
-        async with toy_peer(shelf=shelf) as host:
-            await publish(directory, host, manifest, shelf, LayerRange(0, 4))
-            supply = await choose_supply(config(package, tmp_path), directory, client_hello(), peer_id=ME)
-            assert supply.span.last == LAYERS
-            assert supply.span.first == 4
+        async with toy_peer(shared_files=shared_files) as host:
+            await publish(directory, host, manifest, shared_files, LayerRange(0, 4))
+            span_files = await choose_span_files(config(package, tmp_path), directory, client_hello(), peer_id=ME)
+            assert span_files.span.last == LAYERS
+            assert span_files.span.first == 4
             # a peer's own earlier record is none of the others
-            own = await choose_supply(
+            own = await choose_span_files(
                 config(package, tmp_path), directory, client_hello(), peer_id=host.identity.peer_id
             )
             assert own.span == LayerRange(0, LAYERS)
@@ -193,30 +201,30 @@ def test_a_gap_that_another_filled_meanwhile_is_left_for_one_that_is_there_still
     async def main() -> None:
         manifest = replace(manifest_of(package), grid=(0, 2, 4, LAYERS))
         (package / MANIFEST).write_bytes(manifest.to_json())
-        shelf = Shelf(package=package, manifest=manifest, entries=tuple(manifest.files(manifest.parts)))
+        shared_files = SharedFiles(package=package, manifest=manifest, entries=tuple(manifest.files(manifest.parts)))
         directory = MemoryDirectory()
         # room for two layers with the cache that is asked for
         tokens = manifest.context_length
         room = needed_bytes(manifest, LayerRange(0, 2), kv="f32", kv_tokens=tokens)
         settings = config(package, tmp_path, max_memory=room, kv_tokens=tokens)
-        supply = await choose_supply(settings, directory, client_hello(), peer_id=ME)
-        assert await reconsider(settings, supply, directory, peer_id=ME) is supply
-        async with toy_peer(shelf=shelf) as first, toy_peer(shelf=shelf) as second:
-            await publish(directory, first, manifest, shelf, supply.span)
-            better = await reconsider(settings, supply, directory, peer_id=ME)
-            assert better.span.overlap(supply.span) is None
-            asked_for = replace(settings, layers=supply.span)
-            assert await reconsider(asked_for, supply, directory, peer_id=ME) is supply
+        span_files = await choose_span_files(settings, directory, client_hello(), peer_id=ME)
+        assert await reconsider(settings, span_files, directory, peer_id=ME) is span_files
+        async with toy_peer(shared_files=shared_files) as first, toy_peer(shared_files=shared_files) as second:
+            await publish(directory, first, manifest, shared_files, span_files.span)
+            better = await reconsider(settings, span_files, directory, peer_id=ME)
+            assert better.span.overlap(span_files.span) is None
+            asked_for = replace(settings, layers=span_files.span)
+            assert await reconsider(asked_for, span_files, directory, peer_id=ME) is span_files
             # nothing is missing any more: it is as good here as elsewhere
-            await publish(directory, second, manifest, shelf, LayerRange(0, LAYERS))
-            assert await reconsider(settings, supply, directory, peer_id=ME) is supply
+            await publish(directory, second, manifest, shared_files, LayerRange(0, LAYERS))
+            assert await reconsider(settings, span_files, directory, peer_id=ME) is span_files
 
     asyncio.run(main())
 
 
 def test_memory_beside_the_span_is_divided(package: Path) -> None:
     manifest = manifest_of(package)
-    whole = Supply(package=package, manifest=manifest, span=LayerRange(0, LAYERS), memory=ROOM, fetched=False)
+    whole = SpanFiles(package=package, manifest=manifest, span=LayerRange(0, LAYERS), memory=ROOM, fetched=False)
     tokens, left = divide_memory(whole, "f32", None)
     assert tokens > 1000
     assert needed_bytes(manifest, whole.span, kv="f32", kv_tokens=tokens) + left == ROOM
@@ -240,14 +248,14 @@ def test_a_record_says_what_was_measured_last() -> None:
     manifest, identity = toy_manifest(), Identity.generate()
     serving = Serving(manifest=manifest, engine=ToyEngine(LayerRange(0, 2)), limits=SessionLimits(kv_total=10))
     tested = SelfTest(numerics="f32/f32", layer_time_s=1e-3, prefill_time_s=1e-4)
-    shelf = Shelf(package=Path(), manifest=manifest, entries=())
-    offer = Offer.of(serving, shelf, tested, peer_id=identity.peer_id, incarnation=7, device="CPU")
+    shared_files = SharedFiles(package=Path(), manifest=manifest, entries=())
+    announcement = Announcement.of(serving, shared_files, tested, peer_id=identity.peer_id, incarnation=7, device="CPU")
     load = Load(kv_free=4, kv_total=10, sessions=1, queue=2, state="leaving", layer_time_s=None, prefill_time_s=5e-4)
-    record = offer.record(load, name="n", addresses=["10.0.0.1:5"])
+    record = announcement.record(load, name="n", addresses=["10.0.0.1:5"])
     assert (record.layer_time_s, record.prefill_time_s, record.state) == (1e-3, 5e-4, "leaving")
     assert record.numerics == Numerics(inference="f32", kv="f32")
     assert PeerRecord.from_plain(record.to_plain()) == record
-    assert offer.model().layer_bytes == 1
+    assert announcement.model().layer_bytes == 1
 
 
 def test_static_graphs_are_supplied_where_the_engine_runs_them_alone(package: Path, tmp_path: Path) -> None:
@@ -256,8 +264,8 @@ def test_static_graphs_are_supplied_where_the_engine_runs_them_alone(package: Pa
     with_static = replace(manifest, parts={**manifest.parts, **static}, static=StaticSpec(context=8, chunk=2))
     (package / MANIFEST).write_bytes(with_static.to_json())
 
-    def supplied(**settings: Any) -> Supply:
-        return asyncio.run(choose_supply(config(package, tmp_path, **settings), None, client_hello(), peer_id=ME))
+    def supplied(**settings: Any) -> SpanFiles:
+        return asyncio.run(choose_span_files(config(package, tmp_path, **settings), None, client_hello(), peer_id=ME))
 
     span = LayerRange(1, 3)
     assert set(supplied(layers=span, engine="static").parts) >= {"static_001", "static_002", "layer_001", "layer_002"}
@@ -267,4 +275,4 @@ def test_static_graphs_are_supplied_where_the_engine_runs_them_alone(package: Pa
 
 def test_an_engine_without_its_graphs_is_refused_before_anything_is_fetched(package: Path, tmp_path: Path) -> None:
     with pytest.raises(PackageError, match=r"has no static graphs: export it with --static CONTEXT"):
-        asyncio.run(choose_supply(config(package, tmp_path, engine="static"), None, client_hello(), peer_id=ME))
+        asyncio.run(choose_span_files(config(package, tmp_path, engine="static"), None, client_hello(), peer_id=ME))

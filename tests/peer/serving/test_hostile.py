@@ -20,7 +20,7 @@ import pytest
 
 from peer.config import SessionLimits
 from peer.connections.caller import Connection
-from peer.serving.queries import Shelf
+from peer.serving.queries import SharedFiles
 from peer.sessions.service import Serving, SpanService
 from swarm.errors import PeerBusy
 from swarm.model.manifest import describe_file
@@ -341,7 +341,7 @@ def test_who_has_a_session_may_send_the_largest_step_that_it_takes() -> None:
 def test_no_host_has_all_connections_and_none_with_a_session_gives_way() -> None:
     async def main() -> None:
         async with AsyncExitStack() as stack:
-            host = await stack.enter_async_context(toy_peer(most_connections=4))
+            host = await stack.enter_async_context(toy_peer(max_connections=4))
             greedy = [await stack.enter_async_context(stranger(host, at="127.0.0.2")) for _ in range(4)]
             for one in greedy:
                 await one.greet()
@@ -369,8 +369,8 @@ def test_callers_that_ask_for_files_and_read_nothing_take_little_memory(tmp_path
         path = tmp_path / "layer_000.bin"
         path.write_bytes(bytes(MAX_FILE_PIECE))
         entry = describe_file(path)
-        shelf = Shelf(package=tmp_path, manifest=toy_manifest(), entries=(entry,))
-        async with toy_peer(shelf=shelf) as host, AsyncExitStack() as guests:
+        shared_files = SharedFiles(package=tmp_path, manifest=toy_manifest(), entries=(entry,))
+        async with toy_peer(shared_files=shared_files) as host, AsyncExitStack() as guests:
             tracemalloc.start()
             try:
                 for _ in range(3):

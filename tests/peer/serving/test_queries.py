@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from peer.serving.queries import Desk, Shelf
+from peer.serving.queries import QueryHandler, SharedFiles
 from swarm.discovery.directory import MAX_TTL_S, MODELS_TOPIC, MemoryDirectory, Notice
 from swarm.errors import DirectoryError, PeerFailed, UnknownModel
 from swarm.model.manifest import FileEntry, Manifest, describe_file
@@ -34,14 +34,14 @@ A = TypeVar("A", bound=Message)
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
+def shared_files(tmp_path: Path) -> SharedFiles:
     path = tmp_path / "layer_000.bin"
     path.write_bytes(bytes(range(256)) * 100)
-    return Shelf(package=tmp_path, manifest=toy_manifest(), entries=(describe_file(path),))
+    return SharedFiles(package=tmp_path, manifest=toy_manifest(), entries=(describe_file(path),))
 
 
-def file_of(shelf: Shelf) -> FileEntry:
-    (entry,) = shelf.entries
+def file_of(shared_files: SharedFiles) -> FileEntry:
+    (entry,) = shared_files.entries
     return entry
 
 
@@ -49,17 +49,17 @@ async def ask(channel: Channel, answer: type[A], question: Callable[..., Message
     return await channel.ask(question(request=channel.next_request(), **fields), answer, timeout=PATIENCE_S)
 
 
-def test_files_are_given_by_hash_in_pieces(shelf: Shelf) -> None:
+def test_files_are_given_by_hash_in_pieces(shared_files: SharedFiles) -> None:
     async def main() -> None:
-        entry = file_of(shelf)
-        async with toy_peer(shelf=shelf) as host, calling(host) as caller:
+        entry = file_of(shared_files)
+        async with toy_peer(shared_files=shared_files) as host, calling(host) as caller:
             got = b""
             while len(got) < entry.size:
                 piece = await ask(
                     caller.channel, FilePiece, AskFile, sha256=entry.sha256, offset=len(got), length=10_000
                 )
                 got += bytes(piece.data)
-            assert got == (shelf.package / entry.path).read_bytes()
+            assert got == (shared_files.package / entry.path).read_bytes()
             beyond = await ask(caller.channel, FilePiece, AskFile, sha256=entry.sha256, offset=entry.size, length=10)
             assert bytes(beyond.data) == b""
             far = await ask(caller.channel, FilePiece, AskFile, sha256=entry.sha256, offset=1 << 60, length=10)
@@ -68,22 +68,22 @@ def test_files_are_given_by_hash_in_pieces(shelf: Shelf) -> None:
     asyncio.run(main())
 
 
-def test_only_files_of_the_package_are_given(shelf: Shelf) -> None:
+def test_only_files_of_the_package_are_given(shared_files: SharedFiles) -> None:
     async def main() -> None:
-        stranger = shelf.package / "secret.txt"
+        stranger = shared_files.package / "secret.txt"
         stranger.write_bytes(b"not yours")
-        async with toy_peer(shelf=shelf) as host, calling(host) as caller:
+        async with toy_peer(shared_files=shared_files) as host, calling(host) as caller:
             with pytest.raises(UnknownModel, match="has no file with SHA-256"):
                 await ask(caller.channel, FilePiece, AskFile, sha256=describe_file(stranger).sha256, offset=0, length=9)
 
     asyncio.run(main())
 
 
-def test_a_file_that_vanished_or_shrank_is_this_peers_failure(shelf: Shelf) -> None:
+def test_a_file_that_vanished_or_shrank_is_this_peers_failure(shared_files: SharedFiles) -> None:
     async def main() -> None:
-        entry = file_of(shelf)
-        path = shelf.package / entry.path
-        async with toy_peer(shelf=shelf) as host, calling(host) as caller:
+        entry = file_of(shared_files)
+        path = shared_files.package / entry.path
+        async with toy_peer(shared_files=shared_files) as host, calling(host) as caller:
             path.write_bytes(b"short")
             with pytest.raises(PeerFailed, match="shorter than it was"):
                 await ask(caller.channel, FilePiece, AskFile, sha256=entry.sha256, offset=0, length=100)
@@ -94,10 +94,10 @@ def test_a_file_that_vanished_or_shrank_is_this_peers_failure(shelf: Shelf) -> N
     asyncio.run(main())
 
 
-def test_the_manifest_is_given_for_its_digest_alone(shelf: Shelf) -> None:
+def test_the_manifest_is_given_for_its_digest_alone(shared_files: SharedFiles) -> None:
     async def main() -> None:
-        digest = shelf.manifest.digest
-        async with toy_peer(shelf=shelf) as host, calling(host) as caller:
+        digest = shared_files.manifest.digest
+        async with toy_peer(shared_files=shared_files) as host, calling(host) as caller:
             answer = await ask(caller.channel, ManifestFile, AskManifest, model=digest)
             assert Manifest.from_json(bytes(answer.raw)).digest == digest
             with pytest.raises(UnknownModel):
@@ -125,14 +125,14 @@ def test_look_ups_are_answered_with_sealed_notices() -> None:
 
 def test_a_desk_that_has_just_opened_says_so() -> None:
     async def main() -> None:
-        desk = Desk(hello=client_hello)
+        query_handler = QueryHandler(hello=client_hello)
         with pytest.raises(DirectoryError, match="has just started"):
-            await desk.topic(AskTopic(request=1, topic=MODELS_TOPIC))
-        assert desk.dht(AskDht(request=1)).addresses == ()
+            await query_handler.topic(AskTopic(request=1, topic=MODELS_TOPIC))
+        assert query_handler.dht(AskDht(request=1)).addresses == ()
         with pytest.raises(UnknownModel):
-            desk.manifest(AskManifest(request=1, model="0" * 64))
+            query_handler.manifest(AskManifest(request=1, model="0" * 64))
         with pytest.raises(UnknownModel):
-            await desk.file(AskFile(request=1, sha256="0" * 64, offset=0, length=1))
+            await query_handler.file(AskFile(request=1, sha256="0" * 64, offset=0, length=1))
 
     asyncio.run(main())
 

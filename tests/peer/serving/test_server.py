@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from peer.serving.queries import Desk
+from peer.serving.queries import QueryHandler
 from peer.serving.server import PeerServer
 from peer.sessions.segments import Builder
 from peer.sessions.service import SpanService
@@ -532,7 +532,9 @@ def test_a_sweep_that_fails_is_logged_and_the_next_one_comes(caplog: pytest.LogC
             async def close(self) -> None:
                 """Nothing runs."""
 
-        server = PeerServer(identity=identity, hello=client_hello, desk=Desk(hello=client_hello), sleep=sleep)
+        server = PeerServer(
+            identity=identity, hello=client_hello, query_handler=QueryHandler(hello=client_hello), sleep=sleep
+        )
         server.begin(cast(SpanService, Service()))
         for _ in range(2):
             turns.release()

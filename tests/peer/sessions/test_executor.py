@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from peer.batching.scheduler import InTurn
+from peer.batching.scheduler import SerialScheduler
 from peer.batching.worker import Worker
-from peer.sessions.executor import Lane
+from peer.sessions.executor import SessionExecutor
 from peer.sessions.table import SessionLimits, SessionTable
 from swarm.errors import SwarmError
 from swarm.model.spans import LayerRange
@@ -27,7 +27,7 @@ NAME = "session-1"
 
 
 @dataclass(eq=False)
-class Opener:
+class SessionOpener:
     """Keeps what it is sent, and what stood in `noted` by then."""
 
     noted: list[str] = field(default_factory=list)
@@ -49,30 +49,30 @@ class Opener:
 
 @dataclass
 class Street:
-    lane: Lane
+    executor: SessionExecutor
     table: SessionTable
     worker: Worker
     engine: ToyEngine
-    opener: Opener
+    opener: SessionOpener
     gate: threading.Event
 
     def forward(self, step: int, start: int) -> None:
         tokens = np.array([1 + start], np.int32)
         self.table.accept(self.opener, Forward(session=NAME, epoch=0, step=step, start=start, rows=1, tokens=tokens))
-        self.lane.wake()
+        self.executor.wake()
 
 
 @asynccontextmanager
 async def street() -> AsyncIterator[Street]:
     """A lane at rest over a whole toy model; the device computes once `gate` is set."""
     whole = LayerRange(0, LAYERS)
-    gate, opener = threading.Event(), Opener()
-    engine, worker = ToyEngine(whole, gate=gate), Worker(InTurn(1))
+    gate, opener = threading.Event(), SessionOpener()
+    engine, worker = ToyEngine(whole, gate=gate), Worker(SerialScheduler(1))
     table = SessionTable(SessionLimits(kv_total=100), context_length=CONTEXT, clock=time.monotonic)
     worker.start()
     engine.open(NAME, 50)
     ask = OpenSession(request=1, session=NAME, epoch=0, secret=bytes(16), first=0, last=LAYERS, max_tokens=50)
-    lane = Lane(
+    executor = SessionExecutor(
         table.admit(opener, ask),
         opener=opener,
         engine=engine,
@@ -84,13 +84,13 @@ async def street() -> AsyncIterator[Street]:
         broken=lambda session: opener.noted.append("broken"),
         computed=lambda session, step, outcome: opener.noted.append("computed"),
     )
-    lane.start()
+    executor.start()
     await asyncio.sleep(0)  # it has come to rest
     try:
-        yield Street(lane, table, worker, engine, opener, gate)
+        yield Street(executor, table, worker, engine, opener, gate)
     finally:
         gate.set()
-        lane.stop()
+        executor.stop()
         await worker.close()
 
 
@@ -170,7 +170,7 @@ def test_a_lane_that_is_stopped_leaves_nothing_running(turns: int, start: int) -
             on.forward(step=0, start=start)
             for _ in range(turns):
                 await asyncio.sleep(0)
-            on.lane.stop()
+            on.executor.stop()
             await asyncio.sleep(0)
             on.gate.set()
             await until(lambda: on.worker.waiting == 0)

@@ -22,7 +22,7 @@ import pytest
 
 from swarm.discovery import dht
 from swarm.discovery.dht import HivemindDirectory, import_hivemind
-from swarm.discovery.dht_node import Board, NoticeValidator, pack
+from swarm.discovery.dht_node import NoticeStore, NoticeValidator, pack
 from swarm.discovery.directory import MAX_TTL_S, Notice
 from swarm.discovery.p2p_daemon import Daemon, generate_key, split_multiaddress, sweep
 from swarm.errors import AddressError, DirectoryError
@@ -419,7 +419,7 @@ def test_the_validator_takes_a_notice_only_in_its_place() -> None:
 
 
 def test_a_board_is_bounded_and_holds_no_plain_values() -> None:
-    board = Board(import_hivemind().Storage(), topic_bytes=100, topics=2)
+    board = NoticeStore(import_hivemind().Storage(), topic_bytes=100, topics=2)
     later = time.time() + 30
     assert not board.store(1, b"plain", later)
     assert board.store(1, b"x" * 60, later, subkey="a")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.discovery.directory import MODELS_TOPIC, Notice
-from swarm.discovery.records import ModelRecord, PeerRecord, Work, model_records, peer_records
+from swarm.discovery.records import ModelRecord, PeerLoad, PeerRecord, model_records, peer_records
 from swarm.errors import DirectoryError, SwarmError
 from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange
@@ -76,7 +76,7 @@ def test_a_peers_record_comes_back_as_it_was() -> None:
 
 
 def test_what_a_peer_is_doing_is_told_checked_and_may_be_missing() -> None:
-    work = Work(engine="paged", batch=7.5, tokens_per_s=300.0, blocks=100, blocks_used=40)
+    work = PeerLoad(engine="paged", batch=7.5, tokens_per_s=300.0, blocks=100, blocks_used=40)
     record = replace(RECORD, work=work)
     assert PeerRecord.from_plain(record.to_plain()) == record
     before = record.to_plain()

@@ -262,7 +262,7 @@ def test_a_restarted_peer_shows_once_and_a_leaving_one_still_shows() -> None:
         last = peer_record(leaving, DIGEST, address=at, state=LEAVING)
         late = peer_record(leaving, DIGEST, address=at, announced_at=now - 60, expires_at=now - 30)
 
-        class Board(MemoryDirectory):
+        class NoticeStore(MemoryDirectory):
             async def collect(self, topic: str) -> list[Notice]:
                 return [
                     old.seal(peer),
@@ -273,7 +273,7 @@ def test_a_restarted_peer_shows_once_and_a_leaving_one_still_shows() -> None:
                     new.seal(Identity.generate()),  # about somebody else
                 ]
 
-        found = await find_peers(Board(), DIGEST, now=now)
+        found = await find_peers(NoticeStore(), DIGEST, now=now)
         assert {(record.peer_id, record.incarnation, record.state) for record in found} == {
             (peer.peer_id, 2, "serving"),
             (leaving.peer_id, 1, "leaving"),

@@ -105,7 +105,7 @@ async def teller(
     topic: Callable[[Topic], Awaitable[Topic]] | None = None,
 ) -> AsyncIterator[Teller]:
     """`manifest` is sent whatever is asked for; `files` are by SHA-256."""
-    identity, board, shelf = identity or Identity.generate(), directory or MemoryDirectory(), files or {}
+    identity, board, shared_files = identity or Identity.generate(), directory or MemoryDirectory(), files or {}
 
     async def handle(stream: Stream) -> None:
         it.connections += 1
@@ -132,9 +132,9 @@ async def teller(
                     stream.send(ManifestFile(request=question.request, raw=manifest))
                 case AskFile():
                     it.asked.append((question.sha256, question.offset))
-                    if question.sha256 not in shelf:
+                    if question.sha256 not in shared_files:
                         raise UnknownModel("no such file here")
-                    data = shelf[question.sha256][question.offset : question.offset + question.length]
+                    data = shared_files[question.sha256][question.offset : question.offset + question.length]
                     stream.send(FilePiece(request=question.request, data=await piece(question, data)))
                     await stream.drain()
         except SwarmError as error:

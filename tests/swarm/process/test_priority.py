@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import pytest
 
-from swarm.process.priority import answer_soon, give_way, giving_way
+from swarm.process.priority import low_priority, lower_priority, short_turns
 
 USUAL = os.getpriority(os.PRIO_PROCESS, 0)
 LOW = max(USUAL, 10)  # the tests may have been started with `nice`
@@ -34,7 +34,7 @@ def in_a_thread(function: Callable[[], int]) -> int:
 
 def test_a_thread_that_gives_way_comes_after_the_others_of_its_process() -> None:
     def work() -> int:
-        give_way()
+        lower_priority()
         return niceness()
 
     assert in_a_thread(work) == LOW
@@ -42,13 +42,13 @@ def test_a_thread_that_gives_way_comes_after_the_others_of_its_process() -> None
 
 
 def test_threads_that_it_starts_give_way_too() -> None:
-    assert giving_way(lambda: in_a_thread(niceness)) == LOW
+    assert low_priority(lambda: in_a_thread(niceness)) == LOW
 
 
 def test_who_has_a_lower_priority_already_keeps_it() -> None:
     def work() -> int:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        give_way()
+        lower_priority()
         return niceness()
 
     assert in_a_thread(work) == 19
@@ -59,8 +59,8 @@ def test_where_threads_have_no_priority_of_their_own_nothing_changes(
     system: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def work() -> int:
-        give_way()
-        answer_soon()
+        lower_priority()
+        short_turns()
         return niceness()
 
     monkeypatch.setattr(sys, "platform", system)
@@ -75,8 +75,8 @@ def test_where_a_sandbox_forbids_priorities_threads_work_all_the_same(
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     def work() -> int:
-        answer_soon()
-        return giving_way(lambda: 7)
+        short_turns()
+        return low_priority(lambda: 7)
 
     monkeypatch.setattr(os, call, forbidden)
     assert in_a_thread(work) == 7
@@ -87,7 +87,7 @@ def test_what_goes_wrong_in_such_a_thread_is_told() -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        giving_way(work)
+        low_priority(work)
 
 
 def turn_ns() -> int:
@@ -100,13 +100,13 @@ def turn_ns() -> int:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of the call is another one there")
 def test_who_answers_has_short_turns_and_who_computes_for_it_has_usual_ones() -> None:
     def work() -> int:
-        usual = giving_way(turn_ns)
-        answer_soon()
+        usual = low_priority(turn_ns)
+        short_turns()
         if turn_ns() == usual:
             return 0  # a Linux before 6.12
         assert turn_ns() == 100_000
         assert niceness() == USUAL
-        assert giving_way(turn_ns) == usual
+        assert low_priority(turn_ns) == usual
         return 1
 
     assert in_a_thread(work) == turns_can_be_short()

@@ -29,7 +29,7 @@ STORY = "Once upon a time there was a"
 
 
 @dataclass
-class Served:
+class ServedModel:
     members: list[Member]
     process: subprocess.Popen[str]
     url: str
@@ -37,15 +37,15 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(gateway_town: Town, smollm2_package: Path) -> Iterator[Served]:
+def served(gateway_town: Town, smollm2_package: Path) -> Iterator[ServedModel]:
     """Two peers, a spare for the back, and a gateway."""
     members = [gateway_town[name] for name in all_at_home(gateway_town, smollm2_package)]
     with real_gateway(members[0].address) as gateway:
-        yield Served(members, gateway.process, gateway.url, gateway.model)
+        yield ServedModel(members, gateway.process, gateway.url, gateway.model)
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[openai.OpenAI]:
+def client(served: ServedModel) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
 
@@ -60,7 +60,7 @@ def story(smollm2_tokenizer: object, greedy_reference: GreedyReference) -> list[
 
 def test_a_chat_is_answered_with_the_unsplit_models_words(
     client: openai.OpenAI,
-    served: Served,
+    served: ServedModel,
     chat_ids: ChatIds,
     greedy_reference: GreedyReference,
     smollm2_tokenizer: object,
@@ -83,7 +83,7 @@ def test_a_chat_is_answered_with_the_unsplit_models_words(
     assert after.usage.prompt_tokens_details.cached_tokens
 
 
-def test_sixty_four_streams_at_once_are_all_exact(served: Served, story: list[str]) -> None:
+def test_sixty_four_streams_at_once_are_all_exact(served: ServedModel, story: list[str]) -> None:
     async def ask(client: openai.AsyncOpenAI) -> str:
         stream = await client.completions.create(model=served.model, prompt=STORY, max_tokens=6, stream=True)
         return "".join([chunk.choices[0].text async for chunk in stream])
@@ -100,7 +100,7 @@ def test_sixty_four_streams_at_once_are_all_exact(served: Served, story: list[st
 
 
 def test_biases_penalties_and_log_probabilities_come_from_the_last_hop(
-    client: openai.OpenAI, served: Served, story: list[str], smollm2_tokenizer: object
+    client: openai.OpenAI, served: ServedModel, story: list[str], smollm2_tokenizer: object
 ) -> None:
     plain = client.completions.create(model=served.model, prompt=STORY, max_tokens=8, logprobs=3)
     assert plain.choices[0].text == story[8]
@@ -118,7 +118,7 @@ def test_biases_penalties_and_log_probabilities_come_from_the_last_hop(
     assert len(set(words)) > len(set(story[40].split()))
 
 
-def test_a_vanished_client_frees_every_hop(served: Served) -> None:
+def test_a_vanished_client_frees_every_hop(served: ServedModel) -> None:
     body = {"model": served.model, "prompt": STORY, "max_tokens": 2000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
         parts = response.iter_bytes()
@@ -130,7 +130,7 @@ def test_a_vanished_client_frees_every_hop(served: Served) -> None:
 
 
 def test_a_peer_that_is_killed_in_the_middle_of_a_stream_changes_nothing_in_it(
-    client: openai.OpenAI, served: Served, story: list[str]
+    client: openai.OpenAI, served: ServedModel, story: list[str]
 ) -> None:
     stream = client.completions.create(model=served.model, prompt=STORY, max_tokens=80, stream=True)
     text = ""
@@ -146,7 +146,7 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_stream_changes_nothing_in_it(
     assert f'swarm_gateway_reroutes_total{{model="{served.model}"}} 1.0' in page
 
 
-def test_a_signal_lets_the_answer_finish_and_ends_with_0(served: Served, story: list[str]) -> None:
+def test_a_signal_lets_the_answer_finish_and_ends_with_0(served: ServedModel, story: list[str]) -> None:
     assert httpx.get(f"{served.url}/health").json()["ready"] is True
     body = {"model": served.model, "prompt": STORY, "max_tokens": 80, "stream": True}
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
@@ -157,7 +157,7 @@ def test_a_signal_lets_the_answer_finish_and_ends_with_0(served: Served, story: 
     assert served.process.wait(60) == 0
 
 
-def _open_sessions(served: Served) -> int:
+def _open_sessions(served: ServedModel) -> int:
     """What the peers' own metrics say."""
     pages = []
     for member in served.members:

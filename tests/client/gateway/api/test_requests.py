@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from client.gateway.api.openapi import description
 from client.gateway.api.parameters import CHAT, COMPLETION
-from client.gateway.api.requests import Asked, parse_chat, parse_completion, parse_json
+from client.gateway.api.requests import CompletionRequest, parse_chat, parse_completion, parse_json
 from client.gateway.api.schema import check
 from swarm.errors import RequestError
 
@@ -21,7 +21,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
-Parse = Callable[..., Asked]
+Parse = Callable[..., CompletionRequest]
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
@@ -61,7 +61,7 @@ def _of_type(name: str, schema: dict[str, Any]) -> st.SearchStrategy[Any]:
     return st.fixed_dictionaries(required, optional=optional)
 
 
-def read(parse: Parse, plain: Any) -> Asked | RequestError:
+def read(parse: Parse, plain: Any) -> CompletionRequest | RequestError:
     """What is asked, or why it is refused; anything else is a bug."""
     try:
         return parse(plain, temperature=0.0)
@@ -71,7 +71,7 @@ def read(parse: Parse, plain: Any) -> Asked | RequestError:
 
 @given(st.binary() | JSON.map(lambda value: json.dumps(value).encode()))
 def test_any_body_is_read_or_refused(body: bytes) -> None:
-    def parse(raw: bytes, *, temperature: float) -> Asked:
+    def parse(raw: bytes, *, temperature: float) -> CompletionRequest:
         return parse_chat(parse_json(raw), temperature=temperature)
 
     found = read(parse, body)

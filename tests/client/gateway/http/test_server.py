@@ -105,7 +105,7 @@ def test_a_full_gateway_says_when_to_come_back() -> None:
 def test_a_caller_that_reads_nothing_is_given_up() -> None:
     """Its answer waits in the system's buffers; when these are full, it has `write_s`."""
     with toy_gateway(write_s=0.5) as gateway, raw(gateway) as connection:
-        (served,) = gateway.fleet.served
+        (served,) = gateway.pool.served
         served.name = "x" * (64 << 10)  # stands in every event: they soon fill what the system keeps
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         connection.sendall(request_bytes({**LONG, "model": served.digest, "stream": True, "n": 2}))
@@ -183,7 +183,7 @@ def test_who_says_nothing_after_an_answer_is_let_go_whatever_it_sends(rest: byte
 
 def test_the_rest_of_a_whole_answer_is_not_kept_for_one_that_does_not_read() -> None:
     with toy_gateway(write_s=0.2) as gateway, raw(gateway) as connection:
-        (served,) = gateway.fleet.served
+        (served,) = gateway.pool.served
         served.name = "x" * (8 << 20)  # an answer that no buffer of the system holds
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
@@ -234,7 +234,7 @@ def test_neither_keys_nor_prompts_are_logged(caplog: pytest.LogCaptureFixture) -
     with toy_gateway(keys=Keys([KEY])) as gateway:
         for key in (KEY, "sk-a-wrong-key"):
             gateway.http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
-        (served,) = gateway.fleet.served
+        (served,) = gateway.pool.served
         served.client.generate = None  # type: ignore[assignment,method-assign]  # a bug, which is logged
         failed = gateway.http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {KEY}"})
         assert failed.status_code == 500

@@ -29,7 +29,7 @@ expect.set_options(timeout=PATIENCE_MS)
 
 
 @dataclass
-class Served:
+class ServedModel:
     town: Town
     url: str
 
@@ -40,10 +40,10 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(gateway_town: Town, smollm2_package: Path) -> Iterator[Served]:
+def served(gateway_town: Town, smollm2_package: Path) -> Iterator[ServedModel]:
     all_at_home(gateway_town, smollm2_package)
     with real_gateway(gateway_town["anna"].address) as gateway:
-        yield Served(gateway_town, gateway.url)
+        yield ServedModel(gateway_town, gateway.url)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def someone(browser: Browser, served: Served) -> Visitor:
+def someone(browser: Browser, served: ServedModel) -> Visitor:
     """The browser comes first: without one no peer is started."""
     return Visitor(browser, served.url)
 
@@ -108,7 +108,7 @@ def test_a_chat_goes_from_typing_to_the_streamed_answer(
         expect(page.get_by_role("heading", name="Ask the swarm")).to_be_visible()
 
 
-def test_stop_ends_the_answer_on_the_page_and_on_the_hops(someone: Visitor, served: Served) -> None:
+def test_stop_ends_the_answer_on_the_page_and_on_the_hops(someone: Visitor, served: ServedModel) -> None:
     with someone.visit() as page:
         for stop in ("button", "key"):
             ask(page, LONG)
@@ -283,7 +283,7 @@ def test_a_key_is_asked_for_where_the_gateway_wants_one(someone: Visitor) -> Non
 
 
 def test_a_peer_that_is_killed_is_seen_to_die_while_the_answer_goes_on(
-    someone: Visitor, served: Served, chat_ids: ChatIds, greedy_reference: GreedyReference, smollm2_tokenizer: Any
+    someone: Visitor, served: ServedModel, chat_ids: ChatIds, greedy_reference: GreedyReference, smollm2_tokenizer: Any
 ) -> None:
     text = smollm2_tokenizer.decode(greedy_reference(chat_ids(LONG), 120))
     with someone.visit("#swarm") as watching, someone.visit() as talking:

@@ -157,7 +157,7 @@ def test_wrong_steps_and_sizes_are_named() -> None:
 
 
 def test_no_more_is_kept_than_is_wanted() -> None:
-    pool = BlockPool(8, SIZE, most_kept=2)
+    pool = BlockPool(8, SIZE, max_kept=2)
     table = sharing(pool)
     put(table, 0, *range(16))
     table.clear()

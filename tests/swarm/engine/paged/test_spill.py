@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
-from swarm.engine.paged.block_tables import Tables
+from swarm.engine.paged.block_tables import BlockTables
 from swarm.engine.paged.blocks import BlockPool
 from swarm.engine.paged.spill import Spill
 from swarm.errors import ConfigError, DamagedFile, UnknownSession
@@ -28,7 +28,7 @@ SIZE = sum(part.nbytes for part in parts(0))
 
 
 def test_what_was_put_is_taken_once(tmp_path: Path) -> None:
-    spill = Spill(tmp_path, most_bytes=1000)
+    spill = Spill(tmp_path, max_bytes=1000)
     assert spill.put("../a/session", parts(1))
     back = empty()
     spill.take("../a/session", back)
@@ -39,7 +39,7 @@ def test_what_was_put_is_taken_once(tmp_path: Path) -> None:
 
 
 def test_what_came_first_makes_room_and_what_is_too_large_is_refused(tmp_path: Path) -> None:
-    spill = Spill(tmp_path, most_bytes=2 * SIZE)
+    spill = Spill(tmp_path, max_bytes=2 * SIZE)
     for seed in range(3):
         assert spill.put(str(seed), parts(seed))
     assert spill.used_bytes == 2 * SIZE
@@ -50,7 +50,7 @@ def test_what_came_first_makes_room_and_what_is_too_large_is_refused(tmp_path: P
 
 
 def test_a_damaged_file_is_noticed(tmp_path: Path) -> None:
-    spill = Spill(tmp_path, most_bytes=1000)
+    spill = Spill(tmp_path, max_bytes=1000)
     for name, end in (("flipped", bytes([parts(1)[1][-1] ^ 1])), ("short", b"")):
         spill.put(name, parts(1))
         (path,) = (path for path in tmp_path.glob("*/*") if path.name != "lock")
@@ -60,20 +60,20 @@ def test_a_damaged_file_is_noticed(tmp_path: Path) -> None:
 
 
 def test_folders_of_the_dead_are_removed_and_of_the_living_left(tmp_path: Path) -> None:
-    alive = Spill(tmp_path, most_bytes=1000)
+    alive = Spill(tmp_path, max_bytes=1000)
     alive.put("a", parts(1))
     dead = tmp_path / "aipc-swarm-kv-dead"
     dead.mkdir()
     (dead / "something").write_text("of somebody's text")
-    Spill(tmp_path, most_bytes=1000)
+    Spill(tmp_path, max_bytes=1000)
     assert not dead.exists()
     alive.take("a", empty())
 
 
 def test_a_look_at_who_lives_leaves_no_file_open(tmp_path: Path) -> None:
-    living = Spill(tmp_path, most_bytes=1000)
+    living = Spill(tmp_path, max_bytes=1000)
     before = psutil.Process().num_fds()
-    other = Spill(tmp_path, most_bytes=1000)
+    other = Spill(tmp_path, max_bytes=1000)
     assert psutil.Process().num_fds() == before + 1  # its own lock
     del living, other
 
@@ -81,7 +81,7 @@ def test_a_look_at_who_lives_leaves_no_file_open(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--kv-spill"):
-        Spill(tmp_path / "file", most_bytes=1)
+        Spill(tmp_path / "file", max_bytes=1)
 
 
 class Memory:
@@ -103,7 +103,7 @@ class Memory:
 
 def test_an_evicted_session_comes_back_with_its_next_step_or_begins_again(tmp_path: Path) -> None:
     pool = BlockPool(4, 4)
-    tables, spill = Tables(pool), Spill(tmp_path, most_bytes=10_000)
+    tables, spill = BlockTables(pool), Spill(tmp_path, max_bytes=10_000)
     memory = Memory(pool, spill)
     tables.disk = memory  # type: ignore[assignment]  # lists where it says sequences
     for name in ("one", "other"):

@@ -15,7 +15,7 @@ from openvino import opset15 as op
 from swarm.engine.base import Engine, Step
 from swarm.engine.compose import open_engine
 from swarm.engine.static.engine import StaticEngine, open_static_engine
-from swarm.engine.static.graph import MOST_ROWS, check_static, compose_static
+from swarm.engine.static.graph import MAX_ROWS, check_static, compose_static
 from swarm.errors import BadStep, ContextExceeded, EngineError, PackageError, SwarmError, UnknownSession
 from swarm.model.manifest import DECODE, PREFILL, load_manifest
 from swarm.model.spans import LayerRange
@@ -173,7 +173,7 @@ def test_sessions_in_one_call_never_see_each_other(llama: StaticEngine) -> None:
 def test_results_are_the_callers_to_keep_and_rows_are_those_asked_for(llama: StaticEngine, session: str) -> None:
     whole = feed(llama, session, 0, IDS[:30])
     kept = whole.copy()
-    for rows in (0, 1, MOST_ROWS, MOST_ROWS + 3, 30):
+    for rows in (0, 1, MAX_ROWS, MAX_ROWS + 3, 30):
         found = run(llama, Step(session=session, start=0, tokens=IDS[:30], rows=rows))
         assert found.shape == (rows, whole.shape[1])
         np.testing.assert_allclose(found, whole[30 - rows :], atol=2e-5)

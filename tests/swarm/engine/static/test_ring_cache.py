@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from swarm.engine.static.ring_cache import HIDDEN, Ring
+from swarm.engine.static.ring_cache import HIDDEN, RingCache
 from swarm.errors import BadStep, ContextExceeded, UnknownSession
 from swarm.model.manifest import StaticSpec
 
@@ -21,7 +21,7 @@ class Written:
 
     def __init__(self, spec: StaticSpec = SPEC, room: int = ROOM) -> None:
         self.spec = spec
-        self.ring = Ring(spec, room)
+        self.ring = RingCache(spec, room)
         self.slots: dict[int, int] = {}
 
     def feed(self, start: int, n: int) -> None:
@@ -149,4 +149,4 @@ def test_a_text_that_has_slid_forgets_its_last_tokens_and_no_more() -> None:
 
 def test_a_session_of_no_tokens_is_refused() -> None:
     with pytest.raises(BadStep, match="0 positions"):
-        Ring(SPEC, 0)
+        RingCache(SPEC, 0)
