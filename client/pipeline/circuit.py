@@ -42,7 +42,7 @@ from swarm.routing.plan import Route
 from swarm.sampling import Sampling
 from swarm.wire.failures import fault_of
 from swarm.wire.messages import Forward, Ids, Output
-from swarm.wire.questions import Pong
+from swarm.wire.queries import Pong
 
 _LOOK_AGAIN_S = 1.0
 

@@ -25,7 +25,7 @@ from swarm.wire.messages import (
     SessionClosed,
     SessionOpened,
 )
-from swarm.wire.questions import Ping, Pong
+from swarm.wire.queries import Ping, Pong
 
 
 class Hop:

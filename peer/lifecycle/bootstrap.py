@@ -18,7 +18,7 @@ from peer.report import Report
 from swarm.discovery.remote_directory import PeerDirectory, told_on_trust
 from swarm.errors import DirectoryError, PeerError, SwarmError, WrongPeer
 from swarm.wire.messages import Hello
-from swarm.wire.questions import AskDht, DhtAddresses
+from swarm.wire.queries import AskDht, DhtAddresses
 
 if TYPE_CHECKING:
     from swarm.discovery.dht import HivemindDirectory

@@ -18,7 +18,7 @@ from swarm.model.manifest import FileEntry, Manifest
 from swarm.transport.address import Address
 from swarm.transport.stream import connect
 from swarm.wire.messages import Hello
-from swarm.wire.questions import (
+from swarm.wire.queries import (
     MAX_NOTICES,
     AskDht,
     AskFile,

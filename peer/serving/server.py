@@ -32,7 +32,7 @@ from swarm.transport.stream import MAX_CONNECTIONS, Stream, listen
 from swarm.wire.failures import error_to_failure
 from swarm.wire.message import Message
 from swarm.wire.messages import Attach, CloseSession, Failure, Forward, Hello, Link, OpenSession
-from swarm.wire.questions import MAX_PING_PAYLOAD, AskDht, AskFile, AskManifest, AskReach, AskTopic, Ping
+from swarm.wire.queries import MAX_PING_PAYLOAD, AskDht, AskFile, AskManifest, AskReach, AskTopic, Ping
 
 M = TypeVar("M", bound=Message)
 _log = logging.getLogger(__name__)

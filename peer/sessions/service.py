@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from peer.batching.job import StepOutcome
-from peer.batching.pace import LayerTime, Throughput
 from peer.batching.scheduler import BatchScheduler, Scheduler, SerialScheduler
+from peer.batching.speed import LayerTime, Throughput
 from peer.batching.worker import Worker
 from peer.config import SessionLimits
 from peer.connections.caller import Connection

@@ -31,7 +31,7 @@ from swarm.transport.identity import Identity
 from swarm.transport.link import measure_link
 from swarm.transport.listener import Listener
 from swarm.transport.stream import Stream, listen
-from swarm.wire.questions import AskReach, Ping, Pong, Reach
+from swarm.wire.queries import AskReach, Ping, Pong, Reach
 
 MAX_SKEW_S = 3.0
 """More than this between two clocks, and hivemind refuses to work with the other."""

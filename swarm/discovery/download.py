@@ -40,7 +40,7 @@ from swarm.model.manifest import (
 )
 from swarm.transport.channel import Channel
 from swarm.wire.messages import Hello
-from swarm.wire.questions import AskFile, AskManifest, FilePiece, ManifestFile
+from swarm.wire.queries import AskFile, AskManifest, FilePiece, ManifestFile
 
 PIECE_BYTES = 1 << 20
 _AHEAD = 2

@@ -30,7 +30,7 @@ from swarm.errors import (
 from swarm.transport.address import Address
 from swarm.transport.channel import Channel
 from swarm.wire.messages import Hello
-from swarm.wire.questions import AskTopic, Topic
+from swarm.wire.queries import AskTopic, Topic
 
 MIN_DIGEST_PREFIX = 8
 _DIGEST = re.compile("[0-9a-f]{64}")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarm.transport.channel import Channel
-from swarm.wire.questions import Ping, Pong
+from swarm.wire.queries import Ping, Pong
 
 _PINGS = 3
 

@@ -17,7 +17,7 @@ import msgpack
 
 from swarm.errors import LocalProtocolError, RemoteProtocolError, SwarmError
 from swarm.sampling import Sampling
-from swarm.wire import messages, questions
+from swarm.wire import messages, queries
 from swarm.wire.framing import Buffer
 from swarm.wire.message import Message
 from swarm.wire.messages import HopTrace
@@ -233,7 +233,7 @@ def _way_of(annotation: str) -> tuple[tuple[type, ...], _Form | None]:
 
 
 def _all_messages() -> dict[str, type[Message]]:
-    found = [value for module in (messages, questions) for value in vars(module).values()]
+    found = [value for module in (messages, queries) for value in vars(module).values()]
     return {c.kind: c for c in found if isinstance(c, type) and issubclass(c, Message) and c is not Message}
 
 

@@ -40,7 +40,7 @@ from swarm.wire.messages import (
     SessionClosed,
     SessionOpened,
 )
-from swarm.wire.questions import (
+from swarm.wire.queries import (
     AskDht,
     AskFile,
     AskManifest,

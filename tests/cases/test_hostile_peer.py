@@ -22,7 +22,7 @@ from swarm.app.local_swarm import LocalSwarm
 from swarm.discovery.records import PeerRecord
 from swarm.transport.address import Address
 from swarm.wire.messages import Forward
-from swarm.wire.questions import Ping
+from swarm.wire.queries import Ping
 from tests.cases.conftest import ChatIds
 from tests.cases.observer import assert_well, digest_of, eventually, nothing_is_reserved, records_at
 from tests.conftest import GreedyReference

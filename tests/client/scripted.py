@@ -58,7 +58,7 @@ from swarm.wire.messages import (
     SessionClosed,
     SessionOpened,
 )
-from swarm.wire.questions import AskFile, AskManifest, AskTopic, FilePiece, ManifestFile, Ping, Pong, Topic
+from swarm.wire.queries import AskFile, AskManifest, AskTopic, FilePiece, ManifestFile, Ping, Pong, Topic
 
 VOCAB = 97
 WIDTH = 4

@@ -42,7 +42,7 @@ from swarm.wire.messages import (
     SessionClosed,
     SessionOpened,
 )
-from swarm.wire.questions import Ping, Pong
+from swarm.wire.queries import Ping, Pong
 from tests.peer.toy_engine import LAYERS, ToyEngine, toy_manifest
 
 PATIENCE_S = 20.0

@@ -29,7 +29,7 @@ from swarm.wire.codec import encode
 from swarm.wire.framing import PREFIX
 from swarm.wire.message import Message
 from swarm.wire.messages import MAX_STEP_TOKENS, Attach, Forward, OpenSession
-from swarm.wire.questions import MAX_FILE_PIECE, MAX_PING_PAYLOAD, AskFile, FilePiece, Ping
+from swarm.wire.queries import MAX_FILE_PIECE, MAX_PING_PAYLOAD, AskFile, FilePiece, Ping
 from tests.peer.toy_engine import HIDDEN, LAYERS, ToyEngine, toy_manifest, toy_text
 from tests.peer.toy_swarm import PATIENCE_S, SECRET, Caller, Host, calling, client_hello, generate, toy_peer, until
 

@@ -15,7 +15,7 @@ from swarm.model.manifest import FileEntry, Manifest, describe_file
 from swarm.transport.channel import Channel
 from swarm.transport.identity import Identity
 from swarm.wire.message import Message
-from swarm.wire.questions import (
+from swarm.wire.queries import (
     AskDht,
     AskFile,
     AskManifest,

@@ -30,7 +30,7 @@ from swarm.errors import (
 from swarm.model.manifest import EMBED, HEAD, MANIFEST, TOKENIZER, FileEntry, check_files, layer_part, load_manifest
 from swarm.model.spans import LayerRange
 from swarm.transport.channel import Channel
-from swarm.wire.questions import AskFile
+from swarm.wire.queries import AskFile
 from tests.swarm.discovery.toy_query_peer import (
     HELLO,
     LAYERS,

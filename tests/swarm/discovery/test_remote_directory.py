@@ -23,7 +23,7 @@ from swarm.errors import (
 )
 from swarm.transport.address import Address
 from swarm.transport.identity import Identity
-from swarm.wire.questions import Topic
+from swarm.wire.queries import Topic
 from tests.swarm.discovery.toy_query_peer import HELLO, model_record, peer_record, teller
 
 DIGEST = "0123456789abcdef" * 4

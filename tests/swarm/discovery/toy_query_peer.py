@@ -21,7 +21,7 @@ from swarm.transport.listener import Listener
 from swarm.transport.stream import Stream, listen
 from swarm.wire.failures import error_to_failure
 from swarm.wire.messages import PROTOCOL_VERSION, Hello
-from swarm.wire.questions import AskFile, AskManifest, AskTopic, FilePiece, ManifestFile, Ping, Pong, Topic
+from swarm.wire.queries import AskFile, AskManifest, AskTopic, FilePiece, ManifestFile, Ping, Pong, Topic
 
 LAYERS = 3
 HELLO = Hello(protocol=PROTOCOL_VERSION, software="test", role="client")

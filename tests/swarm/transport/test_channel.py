@@ -29,7 +29,7 @@ from swarm.transport.stream import Stream, listen
 from swarm.wire.failures import error_to_failure
 from swarm.wire.message import Message
 from swarm.wire.messages import Failure, Forward, Leaving, Linked, Output
-from swarm.wire.questions import AskDht, AskTopic, DhtAddresses, Ping, Pong, Topic
+from swarm.wire.queries import AskDht, AskTopic, DhtAddresses, Ping, Pong, Topic
 from tests.swarm.event_loops import in_loop, until
 from tests.swarm.transport.memory_transport import CALLER_HELLO, PEER_HELLO, MemoryTransport, memory_pair
 

@@ -39,7 +39,7 @@ from swarm.transport.tls import caller_context, peer_context
 from swarm.wire.framing import PREFIX
 from swarm.wire.messages import Failure, Forward, Hello, Output
 from swarm.wire.protocol import Connection, Role
-from swarm.wire.questions import MAX_PING_PAYLOAD, AskDht, FilePiece, Ping, Pong
+from swarm.wire.queries import MAX_PING_PAYLOAD, AskDht, FilePiece, Ping, Pong
 from tests.swarm.event_loops import in_loop, until
 from tests.swarm.transport.memory_transport import CALLER_HELLO, PEER_HELLO, memory_pair
 

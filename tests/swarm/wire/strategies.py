@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from swarm.sampling import MAX_LOGPROBS, Sampling
 from swarm.wire import messages as m
-from swarm.wire import questions as q
+from swarm.wire import queries as q
 
 naturals = st.integers(0, (1 << 62) - 1)
 finite = st.floats(allow_nan=False, allow_infinity=False)

@@ -14,7 +14,7 @@ from swarm.wire.codec import MESSAGES, encode, read_header, read_message
 from swarm.wire.framing import Frame
 from swarm.wire.message import Message
 from swarm.wire.messages import Failure, Forward, Hello, HopTrace, Link, OpenSession, Output
-from swarm.wire.questions import AskFile, FilePiece, Ping
+from swarm.wire.queries import AskFile, FilePiece, Ping
 from tests.swarm.wire.strategies import EVERYTHING, any_message, same
 
 SAMPLING = [1.0, 0, 1.0, 0.0, 1.0, 0, None, 0.0, 0.0, [], 0, ""]

@@ -15,7 +15,7 @@ from swarm.wire.framing import PREFIX
 from swarm.wire.message import Message
 from swarm.wire.messages import PROTOCOL_VERSION, Failure, Forward, Hello, Output
 from swarm.wire.protocol import MAX_GREETING, MAX_PAYLOAD, Connection, Role, State
-from swarm.wire.questions import AskDht, Ping, Pong
+from swarm.wire.queries import AskDht, Ping, Pong
 from tests.swarm.wire.strategies import CALLER_SAYS, PEER_SAYS, hellos, same
 
 CALLER_HELLO = Hello(protocol=PROTOCOL_VERSION, software="test", role="client")
