@@ -119,7 +119,7 @@ class RouteCosts:
         if forward is not None and not forward.reachable:
             transfer = self._transfer_s(size, sender_link) + self._transfer_s(size, record_link)
             return LinkCost((sender_link.rtt_s + record_link.rtt_s) / 2, transfer, relayed=True)
-        # An unreachable `backward` says nothing about `forward`: a peer behind a NAT connects, but cannot be connected to.
+        # Unreachable `backward` says nothing about `forward`: a peer behind a NAT connects but cannot be connected to.
         link = forward or (backward if backward is not None and backward.reachable else None)
         if link is None:
             rtt_s = max(sender_link.rtt_s, record_link.rtt_s)
