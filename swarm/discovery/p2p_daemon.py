@@ -146,7 +146,7 @@ class Daemon:
             async with asyncio.timeout(timeout):
                 await daemon._wait_ready()
         except BaseException as error:
-            await daemon.end()
+            await daemon.kill_and_wait()
             if isinstance(error, TimeoutError):
                 raise DirectoryError(f"the DHT daemon {binary} did not start within {timeout:.0f} s") from error
             raise
