@@ -21,10 +21,10 @@ _OTHER_BITS = 32.0
 
 def work(manifest: Manifest, span: LayerRange) -> float:
     """The cost of one token over `span`, in layers of the model. All experts of a layer count."""
-    return len(span) + (head_in_layers(manifest) if span.last == manifest.span.last else 0.0)
+    return len(span) + (head_cost_in_layers(manifest) if span.last == manifest.span.last else 0.0)
 
 
-def head_in_layers(manifest: Manifest) -> float:
+def head_cost_in_layers(manifest: Manifest) -> float:
     """The cost of the head in layers; 0 where the layers have no weight files."""
     stored = sum(
         entry.size

@@ -120,7 +120,9 @@ def _plan(
     winner, route = min(found, key=lambda pair: (pair[1].cost_s, str(pair[0].numerics)))
     alternatives: list[Alternative] = []
     if explain:
-        tie = "hops that work are kept" if current else "equals are spread among clients" if request.seed else "a tie"
+        tie = (
+            "working hops are kept" if current else "equal routes are spread among clients" if request.seed else "a tie"
+        )
         explainer = _Explainer(usable=winner.usable, route=route, costs=costs, tie=tie)
         alternatives = explainer.alternatives()
         alternatives += [explainer.other_numerics(other) for _, other in found if other is not route]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import ConfigError
-from swarm.model.balance import balanced_spans, head_in_layers, work
+from swarm.model.balance import balanced_spans, head_cost_in_layers, work
 from swarm.model.manifest import Manifest, even_grid
 from swarm.model.spans import LayerRange
 from tests.swarm.model.test_memory_footprint import model as model_of_sizes
@@ -22,9 +22,9 @@ def model(layers: int = 30, *, layer: int = 2_195_000, weights: str = "int4", vo
 
 
 def test_the_head_of_a_small_model_costs_eight_layers_and_nothing_without_weight_files() -> None:
-    assert head_in_layers(model()) == pytest.approx(8, abs=0.3)
-    assert head_in_layers(model(layer=7_100_000, weights="f16")) == pytest.approx(8, abs=0.3)
-    assert head_in_layers(model(layer=0)) == 0
+    assert head_cost_in_layers(model()) == pytest.approx(8, abs=0.3)
+    assert head_cost_in_layers(model(layer=7_100_000, weights="f16")) == pytest.approx(8, abs=0.3)
+    assert head_cost_in_layers(model(layer=0)) == 0
     assert work(model(), LayerRange(0, 15)) == 15
     assert work(model(), LayerRange(15, 30)) == pytest.approx(23, abs=0.3)
 
