@@ -116,18 +116,16 @@ class HivemindDirectory:
         port: int,
         announce_hosts: Sequence[str],
         initial: dict[str, list[str]],
-        clock: Callable[[], float],
         say: Callable[[str], None],
     ) -> None:
         self._hive = hive
         self._listen = tcp_multiaddress(host, port)
         self._announce = [tcp_multiaddress(name, port) for name in announce_hosts]
         self._initial = initial
-        self._clock = clock
         self._say = say
         self._key = generate_key()
         self._node_id = hive.DHTID.generate()
-        self._validator = NoticeValidator(lambda topic: bytes(hive.DHTID.generate(source=topic).to_bytes()), clock)
+        self._validator = NoticeValidator(lambda topic: bytes(hive.DHTID.generate(source=topic).to_bytes()))
         self._known_nodes: dict[str, list[str]] = {}
         self._published: dict[tuple[str, str], Notice] = {}
         self._node: Node | None = None
@@ -149,14 +147,13 @@ class HivemindDirectory:
         initial: Sequence[str] = (),
         patience_s: float = _JOIN_TIMEOUT_S,
         ask_again: AskAgain | None = None,
-        clock: Callable[[], float] = time.time,
         say: Callable[[str], None] = _log.info,
     ) -> HivemindDirectory:
         """Listen at TCP `host`:`port` (0 for a free port) and join the nodes at the multiaddresses `initial`.
 
-        While none of them answers, `ask_again` is called for other nodes. Without `initial` this is the first node of
-        a new DHT. `announce_hosts` are the names or IPs at which others reach this machine; by default those of its
-        interfaces.
+        While none of them answers, `ask_again` is called for other nodes. Without `initial` this is the first
+        node of a new DHT. `announce_hosts` are the names or IPs at which others reach this machine; by default those
+        of its interfaces.
 
         Raises AddressError for a malformed address; DirectoryError where the daemon does not start, where no node
         answers within `patience_s`, or where the clocks differ by more than 3 s.
@@ -171,7 +168,6 @@ class HivemindDirectory:
             port=claim_port(host, port),
             announce_hosts=announce_hosts,
             initial=initial_nodes,
-            clock=clock,
             say=say,
         )
         try:
@@ -201,7 +197,7 @@ class HivemindDirectory:
         async with self._bounded("look up"):
             node = await self._ready_node()
             found = await node.find(topic)
-        now = self._clock()
+        now = time.time()
         latest: dict[str, Notice] = {}
         for notice in found:
             earlier = latest.get(notice.subkey)
@@ -349,7 +345,7 @@ class HivemindDirectory:
                 attempt += 1
         try:
             await self._rejoin_lost(node)
-            now = self._clock()
+            now = time.time()
             self._published = {key: notice for key, notice in self._published.items() if notice.is_current(now)}
             for notice in self._published.values():
                 await node.store(notice)

@@ -64,9 +64,8 @@ class NoticeValidator:
     hivemind calls it for every record that other nodes store here or answer with.
     """
 
-    def __init__(self, key_of: Callable[[str], bytes], clock: Callable[[], float]) -> None:
+    def __init__(self, key_of: Callable[[str], bytes]) -> None:
         self._key_of = key_of
-        self._clock = clock
         # Look-ups return the same notices repeatedly, and checking a signature costs 0.1 ms of the event loop.
         self._parse = functools.lru_cache(maxsize=512)(Notice.unseal)
 
@@ -84,7 +83,7 @@ class NoticeValidator:
             record.key == self._key_of(notice.topic)
             and record.subkey == pack(notice.subkey)  # never equal for a plain value, whose subkey is pack(None)
             and record.expiration_time == notice.expires_at
-            and notice.expires_at <= self._clock() + MAX_TTL_S + CLOCK_SKEW_S
+            and notice.expires_at <= time.time() + MAX_TTL_S + CLOCK_SKEW_S
         )
 
     def read(self, value: bytes) -> Notice:

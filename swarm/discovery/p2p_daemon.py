@@ -27,6 +27,7 @@ from swarm.errors import AddressError, DirectoryError
 
 MAX_MESSAGE_BYTES = 4 << 20
 _READY = b"Peer ID:"
+_START_TIMEOUT_S = 15.0
 _EXIT_TIMEOUT_S = 2.0
 _LIBP2P_ED25519 = bytes([0x08, 0x01, 0x12, 0x40])  # PrivateKey{type: Ed25519, data: 64 bytes} in protobuf
 _IDENTIFY = bytes([2, 0x08, 0x00])  # Request{type: IDENTIFY} in protobuf, after its length
@@ -116,9 +117,7 @@ class Daemon:
         self.control = f"/unix{_control_socket(folder)}"
 
     @classmethod
-    async def start(
-        cls, *, key: bytes, listen: Sequence[str], announce: Sequence[str] = (), timeout: float = 15.0
-    ) -> Daemon:
+    async def start(cls, *, key: bytes, listen: Sequence[str], announce: Sequence[str] = ()) -> Daemon:
         """Start p2pd and wait until it accepts connections.
 
         `listen` and `announce` are TCP multiaddresses. Raises DirectoryError with the last line that p2pd printed.
@@ -143,12 +142,14 @@ class Daemon:
             raise
         daemon = cls(process, folder)
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(_START_TIMEOUT_S):
                 await daemon._wait_ready()
         except BaseException as error:
             await daemon.kill_and_wait()
             if isinstance(error, TimeoutError):
-                raise DirectoryError(f"the DHT daemon {binary} did not start within {timeout:.0f} s") from error
+                raise DirectoryError(
+                    f"the DHT daemon {binary} did not start within {_START_TIMEOUT_S:.0f} s"
+                ) from error
             raise
         daemon._log_task = asyncio.create_task(daemon._log_lines(), name="p2pd output")
         return daemon

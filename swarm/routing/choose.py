@@ -51,14 +51,13 @@ def replan(
     banned: Mapping[str, float],
     records: Iterable[PeerRecord] | None = None,
     links: Mapping[str, LinkQuality] | None = None,
-    explain: bool = False,
 ) -> Plan:
-    """Choose another route for a session that runs on `plan.route`; `records` and `links` default to the plan's.
+    """Choose another route for a session on `plan.route`, without alternatives.
 
-    The hops of `plan.route` hold a KV reservation for the session, so their peers need no free KV cache. The numerics
-    stay those of `plan.route`: one text is computed in one precision. Of the routes within `request.keep_margin` of
-    the cheapest, it chooses the one that keeps the most hops (same peer, same layers). Raises NotCovered as
-    `choose_route` does.
+    `records` and `links` default to those of `plan`. The hops of `plan.route` hold a KV reservation for the session, so
+    their peers need no free KV cache. The numerics stay the same, because one text is computed in one precision. Of the
+    routes within `request.keep_margin` of the cheapest, it chooses the one that keeps the most hops (same peer, same
+    layers). Raises NotCovered as `choose_route` does.
     """
     numerics = plan.route.numerics or plan.request.numerics
     return _plan(
@@ -67,7 +66,7 @@ def replan(
         links=plan.links if links is None else links,
         now=now,
         banned=banned,
-        explain=explain,
+        explain=False,
         current=plan.route,
     )
 
@@ -120,9 +119,7 @@ def _plan(
     winner, route = min(found, key=lambda pair: (pair[1].cost_s, str(pair[0].numerics)))
     alternatives: list[Alternative] = []
     if explain:
-        tie = (
-            "working hops are kept" if current else "equal routes are spread among clients" if request.seed else "a tie"
-        )
+        tie = "equal routes are spread among clients" if request.seed else "a tie"
         explainer = _Explainer(usable=winner.usable, route=route, costs=costs, tie=tie)
         alternatives = explainer.alternatives()
         alternatives += [explainer.other_numerics(other) for _, other in found if other is not route]

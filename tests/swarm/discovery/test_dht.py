@@ -397,7 +397,7 @@ def dht_record(notice: Notice, **changes: Any) -> Any:
 
 
 def test_the_validator_accepts_a_notice_only_under_its_own_key_and_subkey() -> None:
-    validator = NoticeValidator(str.encode, time.time)
+    validator = NoticeValidator(str.encode)
     good = notice(Identity.generate())
     assert validator.validate(dht_record(good))
     assert validator.validate(dht_record(notice(Identity.generate(), ttl_s=-1.0)))  # hivemind drops it
