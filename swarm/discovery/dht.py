@@ -31,7 +31,7 @@ import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from swarm.discovery.dht_node import Hivemind, Node, NoticeValidator
-from swarm.discovery.directory import Notice
+from swarm.discovery.directory import Notice, current_notices
 from swarm.discovery.lazy_import import lazy_package
 from swarm.discovery.p2p_daemon import Daemon, claim_port, generate_key, split_multiaddress, tcp_multiaddress
 from swarm.errors import AddressError, DirectoryError
@@ -197,13 +197,7 @@ class HivemindDirectory:
         async with self._bounded("look up"):
             node = await self._ready_node()
             found = await node.find(topic)
-        now = time.time()
-        latest: dict[str, Notice] = {}
-        for notice in found:
-            earlier = latest.get(notice.subkey)
-            if notice.is_current(now) and (earlier is None or earlier.expires_at < notice.expires_at):
-                latest[notice.subkey] = notice
-        return list(latest.values())
+        return current_notices(found, time.time())
 
     @property
     def daemon_pid(self) -> int | None:

@@ -7,7 +7,7 @@ its author, so it proves itself, whether a DHT node, another peer or `MemoryDire
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,6 +66,16 @@ class Notice:
 
     def is_current(self, now: float) -> bool:
         return now < self.expires_at <= now + MAX_TTL_S
+
+
+def current_notices(notices: Iterable[Notice], now: float) -> list[Notice]:
+    """The current ones of `notices`, the latest of each subkey."""
+    latest: dict[str, Notice] = {}
+    for notice in notices:
+        earlier = latest.get(notice.subkey)
+        if notice.is_current(now) and (earlier is None or earlier.expires_at < notice.expires_at):
+            latest[notice.subkey] = notice
+    return list(latest.values())
 
 
 def _unpack(raw: bytes) -> list[Any]:

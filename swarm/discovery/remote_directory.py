@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from swarm.discovery.directory import MAX_TTL_S, MODELS_TOPIC, Directory, Notice
+from swarm.discovery.directory import MAX_TTL_S, MODELS_TOPIC, Directory, Notice, current_notices
 from swarm.discovery.records import ModelRecord, PeerRecord, model_records, peer_records
 from swarm.errors import (
     ConfigError,
@@ -87,8 +87,8 @@ class PeerDirectory:
             if channel.peer_id in failed:  # another task has reconnected to it
                 raise failed[channel.peer_id]
             try:
-                question = AskTopic(request=channel.next_request(), topic=topic)
-                answer = await channel.ask(question, Topic, timeout=_TOPIC_TIMEOUT_S)
+                query = AskTopic(request=channel.next_request(), topic=topic)
+                answer = await channel.ask(query, Topic, timeout=_TOPIC_TIMEOUT_S)
             except _TRY_NEXT_PEER as error:
                 _log.info("peer %s does not answer a look-up: %s", channel.peer_id[:8], error)
                 failed[channel.peer_id] = error
@@ -163,22 +163,13 @@ class PeerDirectory:
 
     def _verified(self, raw_notices: Iterable[bytes], topic: str) -> list[Notice]:
         """The notices that are validly signed, current and of this topic; the latest of each subkey."""
-        now = self._clock()
-        latest: dict[str, Notice] = {}
+        notices = []
         for raw in raw_notices:
             try:
-                notice = Notice.unseal(raw)
+                notices.append(Notice.unseal(raw))
             except DirectoryError as error:
                 _log.info("a notice on %s is left out: %s", topic[:12], error)
-                continue
-            earlier = latest.get(notice.subkey)
-            if (
-                notice.topic == topic
-                and notice.is_current(now)
-                and (earlier is None or earlier.expires_at < notice.expires_at)
-            ):
-                latest[notice.subkey] = notice
-        return list(latest.values())
+        return current_notices((notice for notice in notices if notice.topic == topic), self._clock())
 
     def _add_known(self, records: Iterable[PeerRecord]) -> None:
         for record in records:

@@ -119,8 +119,7 @@ def _plan(
     winner, route = min(found, key=lambda pair: (pair[1].cost_s, str(pair[0].numerics)))
     alternatives: list[Alternative] = []
     if explain:
-        tie = "equal routes are spread among clients" if request.seed else "a tie"
-        explainer = _Explainer(usable=winner.usable, route=route, costs=costs, tie=tie)
+        explainer = _Explainer(usable=winner.usable, route=route, costs=costs)
         alternatives = explainer.alternatives()
         alternatives += [explainer.other_numerics(other) for _, other in found if other is not route]
     return Plan(
@@ -225,12 +224,11 @@ def _with_other_numerics(usable: Sequence[PeerRecord], candidate: _Candidate) ->
 
 @dataclass(frozen=True, kw_only=True)
 class _Explainer:
-    """Says why each alternative lost. `tie` is the reason for one that costs no more than the chosen route."""
+    """Finds the alternatives and says why each of them lost."""
 
     usable: Sequence[PeerRecord]
     route: Route
     costs: RouteCosts
-    tie: str
 
     def alternatives(self) -> list[Alternative]:
         off_route = [record for record in self.usable if record.peer_id not in self.route.peer_ids]
@@ -255,8 +253,7 @@ class _Explainer:
         peer_id = record.peer_id
         path = best_path(self.usable, self.costs, prefer=lambda r, _: r.peer_id == peer_id, min_preferred=1)
         if path is None:
-            own = ", ".join(map(str, boundaries(record)))
-            reason = f"no route: no other spans meet its boundaries {own}"
+            reason = f"no route: no other spans meet its boundaries {', '.join(map(str, boundaries(record)))}"
             return Alternative(kind="through", peer_id=peer_id, route=None, reason=reason)
         other = self.costs.route(path.hops)
         return Alternative(kind="through", peer_id=peer_id, route=other, reason=self._reason(other))
@@ -269,8 +266,9 @@ class _Explainer:
                 f"slowest stage {other.slowest_s * 1e3:.1f} ms ({slowest.record.name or slowest.record.peer_id[:8]}) "
                 f"against {self.route.slowest_s * 1e3:.1f} ms; a step {reason}"
             )
-        no_worse = (other.cost_s, other.step_s) <= (self.route.cost_s, self.route.step_s)
-        return f"{reason}; {self.tie}" if no_worse else reason
+        if (other.cost_s, other.step_s) > (self.route.cost_s, self.route.step_s):
+            return reason
+        return f"{reason}; {'equal routes are spread among clients' if self.costs.request.seed else 'a tie'}"
 
 
 def _missing_layers(usable: Sequence[PeerRecord], layers: int) -> list[LayerRange]:
