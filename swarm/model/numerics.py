@@ -14,7 +14,7 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 class Numerics:
     """The precision of inference (`f32`, `bf16` or `f16`) and of the KV cache (`f32`, `u8` ...).
 
-    Both must be the same on all hops of a route.
+    Both must be the same on all hops of a route, unless it may mix them.
     """
 
     inference: str
