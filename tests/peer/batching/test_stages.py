@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peer.batching.scheduler import LINGER, MAX_STEPS, SHORT, BatchScheduler, PendingStep, Portion
+from peer.batching.scheduler import LINGER_SHARE, MAX_SHORT_TOKENS, MAX_STEPS, BatchScheduler, PendingStep, Portion
 from swarm.engine.paged.block_tables import BlockTables
 from swarm.engine.paged.blocks import BlockPool
 
@@ -41,7 +41,7 @@ class Line:
 
     def __init__(self, stages: int, writers: Sequence[Writer]) -> None:
         self.now = 0.0
-        self.schedules: list[BatchScheduler[PendingStep]] = [
+        self.schedulers: list[BatchScheduler[PendingStep]] = [
             BatchScheduler(BlockTables(BlockPool(1, 32))) for _ in range(stages)
         ]
         self.writers = writers
@@ -64,7 +64,7 @@ class Line:
             self.now = self._events[0][0]
             while self._events and self._events[0][0] == self.now:
                 heapq.heappop(self._events)[2]()
-            for stage in range(len(self.schedules)):
+            for stage in range(len(self.schedulers)):
                 self._begin(stage)
 
     def _later(self, delay: float, act: Callable[[], None]) -> None:
@@ -82,7 +82,7 @@ class Line:
 
     def _add(self, stage: int, number: int) -> None:
         writer = self.writers[number]
-        self.schedules[stage].add(
+        self.schedulers[stage].add(
             PendingStep(
                 session=str(number),
                 client=writer.client,
@@ -90,31 +90,31 @@ class Line:
                 engine=None,
                 start=0,
                 tokens=writer.tokens,
-                put_at=self.now,
-                hops=len(self.schedules) - writer.first,
+                queued_at=self.now,
+                hops=len(self.schedulers) - writer.first,
             )
         )
 
     def _begin(self, stage: int) -> None:
-        schedule = self.schedules[stage]
-        if self._busy[stage] or not len(schedule):
+        scheduler = self.schedulers[stage]
+        if self._busy[stage] or not len(scheduler):
             return
-        wait = schedule.worth_waiting(self.now)
+        wait = scheduler.linger_s(self.now)
         if wait > 1e-9:  # less is a matter of how numbers are rounded
             self._at_time(self.now + wait, lambda: None)
             return
-        since = max(self._free_at[stage], min(due.put_at for due in schedule._due))
-        assert self.now - since <= LINGER * self._last_s[stage] + 1e-6, "the device stands idle beside steps"
-        portions = schedule.round(self.now)
+        since = max(self._free_at[stage], min(step.queued_at for step in scheduler._due))
+        assert self.now - since <= LINGER_SHARE * self._last_s[stage] + 1e-6, "the device stands idle beside steps"
+        portions = scheduler.next_round(self.now)
         assert portions, "the device stands idle while a step could run"
         assert len(portions) <= MAX_STEPS
         self.rounds[stage].append(len(portions))
         self._busy[stage] = True
-        chosen = {portion.due.session for portion in portions}
-        for due in schedule._due:
-            place = stage, int(due.session)
-            self._rounds_waited[place] = 0 if due.session in chosen else self._rounds_waited[place] + 1
-            if due.left <= SHORT:
+        chosen = {portion.step.session for portion in portions}
+        for step in scheduler._due:
+            place = stage, int(step.session)
+            self._rounds_waited[place] = 0 if step.session in chosen else self._rounds_waited[place] + 1
+            if step.remaining <= MAX_SHORT_TOKENS:
                 self.passed_over.append(self._rounds_waited[place])
         seconds = (BASE_S + EACH_S * sum(portion.count for portion in portions)) * self._chance.uniform(0.93, 1.07)
         self._at_time(self.now + seconds, partial(self._end, stage, portions, seconds))
@@ -122,17 +122,17 @@ class Line:
     def _end(self, stage: int, portions: list[Portion[PendingStep]], seconds: float) -> None:
         self._busy[stage] = False
         self._free_at[stage], self._last_s[stage] = self.now, seconds
-        self.schedules[stage].ran(portions, seconds, self.now)
+        self.schedulers[stage].finish_round(portions, seconds, self.now)
         for portion in portions:
-            if portion.due.left:
+            if portion.step.remaining:
                 continue
-            number = int(portion.due.session)
+            number = int(portion.step.session)
             waiting, writer = self._at[stage][number], self.writers[number]
             waiting.popleft()
             if waiting:
                 self._add(stage, number)
             following, delay = stage + 1, 0.0005
-            if following == len(self.schedules):
+            if following == len(self.schedulers):
                 self.steps[number] += 1
                 pause = writer.pause_s if self.steps[number] % 10 == 0 else 0.0
                 following, delay = writer.first, writer.away_s + pause
@@ -187,4 +187,4 @@ def test_whoever_waits_is_served_within_a_few_rounds_and_no_stage_idles_beside_w
     line = Line(stages, writers)
     line.run(1.0)
     assert max(line.passed_over, default=0) <= len(writers)
-    assert all(line.steps[number] for number in range(len(writers)) if writers[number].tokens <= SHORT)
+    assert all(line.steps[number] for number in range(len(writers)) if writers[number].tokens <= MAX_SHORT_TOKENS)

@@ -284,22 +284,22 @@ def test_a_call_runs_even_when_its_caller_gave_up() -> None:
 def test_a_step_that_waits_when_its_session_ends_is_not_remembered() -> None:
     async def main() -> None:
         gate = threading.Event()
-        engine, room = ToyEngine(WHOLE), BlockTables(BlockPool(4, 4))
-        schedule: BatchScheduler[Any] = BatchScheduler(room)
-        worker = Worker(schedule)
+        engine, tables = ToyEngine(WHOLE), BlockTables(BlockPool(4, 4))
+        scheduler: BatchScheduler[Any] = BatchScheduler(tables)
+        worker = Worker(scheduler)
         worker.start()
         await opened(worker, engine, "a")
         worker.post(lambda: gate.wait(20))  # the thread has looked for steps, and is on its way to calls
         waiting = asyncio.create_task(run(worker, engine, step("a"), Sampling(), NO_IDS, client="somebody"))
         await until(lambda: worker.waiting == 2)
         waiting.cancel()
-        worker.end(engine, "a")
+        worker.close_session(engine, "a")
         gate.set()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         await until(lambda: worker.waiting == 0)
         await worker.close()
-        assert (schedule._sequences, schedule._served, len(schedule)) == ({}, {}, 0)
+        assert (scheduler._sequences, scheduler._served, len(scheduler)) == ({}, {}, 0)
 
     asyncio.run(main())
 
@@ -310,11 +310,11 @@ def test_a_bug_in_the_schedule_is_told_to_who_waits_and_the_thread_goes_on(
     class Buggy(SerialScheduler[Any]):
         rounds = 0
 
-        def round(self, now: float) -> list[Any]:
+        def next_round(self, now: float) -> list[Any]:
             self.rounds += 1
             if self.rounds == 1:
                 raise ZeroDivisionError("nobody writes")
-            return super().round(now)
+            return super().next_round(now)
 
     async def main() -> None:
         engine, worker = ToyEngine(WHOLE), Worker(Buggy())
@@ -327,7 +327,7 @@ def test_a_bug_in_the_schedule_is_told_to_who_waits_and_the_thread_goes_on(
         await worker.close()
 
     asyncio.run(main())
-    assert "nobody foresaw" in caplog.text
+    assert "unexpected error in a round" in caplog.text
 
 
 def test_a_full_queue_refuses() -> None:

@@ -46,10 +46,10 @@ class Session:
     name = "session-1"
 
     def __init__(self) -> None:
-        self.heard: list[SwarmError] = []
+        self.errors: list[SwarmError] = []
 
-    def hop_failed(self, error: SwarmError, failure: Failure | None) -> None:
-        self.heard.append(error)
+    def on_hop_failed(self, error: SwarmError, failure: Failure | None) -> None:
+        self.errors.append(error)
 
 
 class Ways:
@@ -57,21 +57,21 @@ class Ways:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.onward = NextHops(client_hello, clock=lambda: self.now)
+        self.next_hops = NextHops(client_hello, clock=lambda: self.now)
 
     def add(self, peer_id: str, on_close: Callable[[], object] = lambda: None) -> NextHop:
         hop = NextHop(peer_id, cast(Channel, FakeChannel(on_close)), lambda: self.now)
-        self.onward._hops[peer_id] = hop
+        self.next_hops._hops[peer_id] = hop
         return hop
 
 
 def test_a_way_that_breaks_while_another_is_closed_does_not_end_the_sweep() -> None:
     ways = Ways()
-    first = ways.add("a", on_close=lambda: ways.onward._lost(second, PeerLost("gone")))
+    first = ways.add("a", on_close=lambda: ways.next_hops._on_lost(second, PeerLost("gone")))
     second, third = ways.add("b"), ways.add("c")
     ways.now = LONG_AGO_S
-    asyncio.run(ways.onward.sweep())
-    assert len(ways.onward) == 0
+    asyncio.run(ways.next_hops.sweep())
+    assert len(ways.next_hops) == 0
     assert first.closed
     assert third.closed
 
@@ -81,9 +81,9 @@ def test_a_way_that_finds_a_traveller_while_another_is_closed_stays() -> None:
     ways.add("a", on_close=lambda: second.users.update({session.name: session}))
     second = ways.add("b")
     ways.now = LONG_AGO_S
-    asyncio.run(ways.onward.sweep())
+    asyncio.run(ways.next_hops.sweep())
     assert not second.closed
-    assert len(ways.onward) == 1
+    assert len(ways.next_hops) == 1
 
 
 @pytest.mark.parametrize("nonsense", [RemoteProtocolError, LocalProtocolError, DirectoryError, BadStep])
@@ -91,25 +91,25 @@ def test_a_next_hop_that_talks_nonsense_is_at_fault_itself(nonsense: type[SwarmE
     ways, session = Ways(), Session()
     hop = ways.add("c" * 32)
     hop.users[session.name] = session
-    ways.onward._lost(hop, nonsense("a frame's header cannot be read"))
-    ways.onward._heard(hop, Failure(code=nonsense.code, text="whatever", session=session.name))
-    for error in session.heard:
+    ways.next_hops._on_lost(hop, nonsense("a frame's header cannot be read"))
+    ways.next_hops._on_message(hop, Failure(code=nonsense.code, text="whatever", session=session.name))
+    for error in session.errors:
         assert isinstance(error, PeerFailed)
         assert error.peer == "c" * 32
-    assert len(session.heard) == 2
+    assert len(session.errors) == 2
 
 
 def test_a_session_that_the_next_hop_does_not_know_stays_one_to_open_again() -> None:
     ways, session = Ways(), Session()
     hop = ways.add("c" * 32)
     hop.users[session.name] = session
-    ways.onward._heard(hop, Failure(code=UnknownSession.code, text="expired", session=session.name))
-    assert [type(error) for error in session.heard] == [UnknownSession]
+    ways.next_hops._on_message(hop, Failure(code=UnknownSession.code, text="expired", session=session.name))
+    assert [type(error) for error in session.errors] == [UnknownSession]
 
 
 @pytest.mark.parametrize("addresses", [("no-port",), ("127.0.0.1:1",)])
 def test_whatever_is_wrong_with_the_way_to_a_peer_it_cannot_be_reached(addresses: Any) -> None:
     link = Link(request=1, session="session-1", epoch=0, addresses=addresses, peer_id="c" * 32, secret=SECRET)
     with pytest.raises(PeerUnreachable) as caught:
-        asyncio.run(Ways().onward.reach(link))
+        asyncio.run(Ways().next_hops.connect(link))
     assert caught.value.peer == "c" * 32

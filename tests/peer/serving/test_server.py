@@ -542,7 +542,7 @@ def test_a_sweep_that_fails_is_logged_and_the_next_one_comes(caplog: pytest.LogC
         await server.close()
 
     asyncio.run(main())
-    assert caplog.text.count("a sweep failed") == 2
+    assert caplog.text.count("unexpected error in a sweep") == 2
 
 
 def test_a_link_needs_the_right_secret_and_the_right_peer() -> None:

@@ -58,7 +58,7 @@ class Street:
 
     def forward(self, step: int, start: int) -> None:
         tokens = np.array([1 + start], np.int32)
-        self.table.accept(self.opener, Forward(session=NAME, epoch=0, step=step, start=start, rows=1, tokens=tokens))
+        self.table.enqueue(self.opener, Forward(session=NAME, epoch=0, step=step, start=start, rows=1, tokens=tokens))
         self.executor.wake()
 
 
@@ -76,13 +76,13 @@ async def street() -> AsyncIterator[Street]:
         table.admit(opener, ask),
         opener=opener,
         engine=engine,
-        key=NAME,
+        engine_key=NAME,
         is_last=True,
         peer_id="me",
         table=table,
         worker=worker,
-        broken=lambda session: opener.noted.append("broken"),
-        computed=lambda session, step, outcome: opener.noted.append("computed"),
+        on_broken=lambda session: opener.noted.append("broken"),
+        on_computed=lambda session, step, outcome: opener.noted.append("computed"),
     )
     executor.start()
     await asyncio.sleep(0)  # it has come to rest
