@@ -222,7 +222,7 @@ class SpanService:
         return SessionOpened(request=message.request, kv_free=self._table.kv_free, held=cached)
 
     def _open_in_engine(self, engine: Engine, engine_key: str, session: Session, prefix: bytes) -> int:
-        """In the worker's thread: open the session and adopt its cached prefix. Returns the length of that in tokens."""
+        """In the worker's thread: open the session and adopt its cached prefix. Returns how many tokens that has."""
         engine.open(engine_key, session.max_tokens)
         opener, opened_at = session.opener, session.opened_at
         self._schedule.add_session(engine_key, client=opener, engine=engine, opened_at=opened_at, now=self._clock())

@@ -21,9 +21,9 @@ so none of them is void until a draft was wrong.
 
 A session *reserves* its `max_tokens` if its cache cannot be evicted. If it can (`limits.reserves` is False), that would
 leave most of the memory unused, for few texts become as long as they may. Such a session reserves the share of its
-`max_tokens` that sessions used lately, plus a quarter, and at least its cached tokens and one block; nothing while it is
-paused (without a step for half a minute), for others may then evict it. If sessions need more than that after all, the
-scheduler evicts the youngest (`peer/batching/scheduler.py`). All of them stay open.
+`max_tokens` that sessions used lately, plus a quarter, and at least its cached tokens and one block. While it is paused
+(without a step for half a minute) it reserves nothing, for others may evict it. If sessions need more than that after
+all, the scheduler evicts the youngest (`peer/batching/scheduler.py`). All of them stay open.
 
 No I/O, and the clock is a parameter. A *connection* is any hashable that identifies one.
 """

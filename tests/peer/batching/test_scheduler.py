@@ -1,4 +1,4 @@
-"""Rounds without a model: nobody starves, budgets are kept, the old get on, everybody ends."""
+"""Rounds without a model: no step starves, limits are kept, the oldest session advances, every session ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from swarm.errors import UnknownSession
 
 SIZE = 4
 BASE_S, EACH_S = 0.008, 0.001
-"""What the pretended device takes for an inference, and for a token of it."""
+"""Seconds of the simulated device for an inference, and for each of its tokens."""
 
 
 def step(
@@ -62,37 +62,37 @@ def block_tables(blocks: int, *sessions: str) -> BlockTables:
 
 
 def compute(tables: BlockTables, portions: list[Portion[PendingStep]]) -> list[str]:
-    """Do what an engine does with a round; the sessions that must begin again."""
-    lost = []
+    """Do with a round what an engine does; returns the evicted sessions, whose steps failed."""
+    evicted = []
     for portion in portions:
-        one = portion.step
+        pending = portion.step
         try:
-            table = tables.check(one.session, one.next_position, portion.count)
+            table = tables.check(pending.session, pending.next_position, portion.count)
         except UnknownSession:
-            lost.append(one.session)
+            evicted.append(pending.session)
             continue
-        table.prepare(one.next_position, portion.count)
+        table.prepare(pending.next_position, portion.count)
         table.commit(np.zeros(portion.count, np.int32))
-    return lost
+    return evicted
 
 
 def sizes(portions: list[Portion[PendingStep]]) -> dict[str, int]:
     return {portion.step.session: portion.count for portion in portions}
 
 
-def warmed(tables: BlockTables) -> BatchScheduler[PendingStep]:
-    """A schedule that knows what the pretended device takes."""
+def calibrated_scheduler(tables: BlockTables) -> BatchScheduler[PendingStep]:
+    """A scheduler that knows how long the simulated device takes."""
     scheduler: BatchScheduler[PendingStep] = BatchScheduler(tables)
     for count in (1, 2, 8, 64, 128, 1, 1):
         scheduler._cost.observe(count, BASE_S + EACH_S * count)
     return scheduler
 
 
-def test_short_steps_go_together_and_a_long_one_gets_what_they_can_spare() -> None:
+def test_short_steps_share_a_round_and_a_long_one_gets_a_limited_portion() -> None:
     tables = block_tables(1000, "a", "b", "c", "long")
-    scheduler = warmed(tables)
-    for one in (step("long", 900), step("a"), step("b", 5), step("c")):
-        scheduler.add(one)
+    scheduler = calibrated_scheduler(tables)
+    for pending in (step("long", 900), step("a"), step("b", 5), step("c")):
+        scheduler.add(pending)
     portions = scheduler.next_round(0.0)
     found = sizes(portions)
     assert found.pop("long") <= 0.5 * (BASE_S + 7 * EACH_S) / EACH_S
@@ -104,42 +104,42 @@ def test_short_steps_go_together_and_a_long_one_gets_what_they_can_spare() -> No
 def test_sessions_over_two_hops_fall_into_two_batches_and_those_of_one_hop_stay_together() -> None:
     names = [f"s{i}" for i in range(9)]
     tables = block_tables(1000, *names, "whole")
-    scheduler = warmed(tables)
+    scheduler = calibrated_scheduler(tables)
     for name in names:
         scheduler.add(step(name, client="one", at=1.0, hops=2))
     first = scheduler.next_round(1.0)
     assert list(sizes(first)) == names[:5]
     scheduler.finish_round(first, 0.02, 1.02)
-    for name in names[:5]:  # back before the others have had their turn
+    for name in names[:5]:  # they return before the others had a round
         scheduler.add(step(name, client="one", start=1, at=1.03, hops=2))
     assert list(sizes(scheduler.next_round(1.03))) == [*names[5:], "s0"]
     scheduler.add(step("whole", client="one", age=9.0, at=0.5))
     assert len(scheduler.next_round(1.03)) == 6
 
 
-def test_who_writes_slowly_counts_while_it_is_away_and_no_longer_once_it_pauses() -> None:
+def test_a_slow_writer_counts_while_it_is_away_and_no_longer_once_it_pauses() -> None:
     tables = block_tables(1000, *"abcd")
-    scheduler = warmed(tables)
+    scheduler = calibrated_scheduler(tables)
 
-    def together(names: str, start: int, at: float) -> int:
+    def batch_of(names: str, start: int, at: float) -> int:
         for name in names:
             scheduler.add(step(name, client="one", start=start, at=at, hops=2))
         portions = scheduler.next_round(at)
         scheduler.finish_round(portions, 0.01, at)
-        for one in list(scheduler._due):
-            scheduler.remove(one)
+        for pending in list(scheduler._due):
+            scheduler.remove(pending)
         return len(portions)
 
-    for start in range(3):  # far hops: each pair comes back every two seconds
-        together("ab", start, 2.0 * start)
-        together("cd", start, 2.0 * start + 1)
-    assert together("ab", 3, 6.0) == 2, "c and d are at another hop, a second after they were here"
-    assert together("ab", 4, 60.0) == 1, "c and d have stopped"
+    for start in range(3):  # distant hops: each pair returns every two seconds
+        batch_of("ab", start, 2.0 * start)
+        batch_of("cd", start, 2.0 * start + 1)
+    assert batch_of("ab", 3, 6.0) == 2, "c and d are at another hop, a second after they were here"
+    assert batch_of("ab", 4, 60.0) == 1, "c and d have stopped"
 
 
-def test_where_there_are_no_blocks_for_one_the_next_takes_its_place() -> None:
+def test_a_step_without_blocks_gives_its_place_to_the_next_one() -> None:
     tables = block_tables(4, "old", "new", "other")
-    scheduler = warmed(tables)
+    scheduler = calibrated_scheduler(tables)
     for name, tokens, age in (("old", 2 * SIZE - 1, 1.0), ("other", 2 * SIZE - 1, 2.0)):
         scheduler.add(step(name, tokens, client="one", age=age))
     portions = scheduler.next_round(0.0)
@@ -149,13 +149,13 @@ def test_where_there_are_no_blocks_for_one_the_next_takes_its_place() -> None:
     for name, age in (("old", 1.0), ("other", 2.0)):
         scheduler.add(step(name, start=2 * SIZE - 1, client="one", age=age, at=0.2, hops=3))
     assert sizes(scheduler.next_round(0.2)) == {"old": 1}, (
-        "one is due to a round; the one whose turn it is finds no block"
+        "the fair share is one step, and no block is free for that of `new`"
     )
 
 
 def test_an_engine_whose_steps_must_wait_does_not_stop_another() -> None:
     tables = block_tables(2, "holds", "waits")
-    scheduler = warmed(tables)
+    scheduler = calibrated_scheduler(tables)
     scheduler.add(step("holds", 2 * SIZE - 1, age=1.0))
     compute(tables, portions := scheduler.next_round(0.0))
     scheduler.finish_round(portions, 0.01, 0.0)
@@ -166,10 +166,10 @@ def test_an_engine_whose_steps_must_wait_does_not_stop_another() -> None:
     assert sizes(scheduler.next_round(0.1)) == {"holds": 1}
 
 
-def test_a_prompt_gets_on_beside_more_writers_than_a_round_takes() -> None:
+def test_a_prompt_advances_although_more_writers_wait_than_a_round_takes() -> None:
     names = [f"w{i}" for i in range(2 * MAX_STEPS)]
     tables = block_tables(4000, "prompt", *names)
-    scheduler = warmed(tables)
+    scheduler = calibrated_scheduler(tables)
     scheduler.add(step("prompt", 500, age=9.0))
     for name in names:
         scheduler.add(step(name, client="writers"))
@@ -178,10 +178,10 @@ def test_a_prompt_gets_on_beside_more_writers_than_a_round_takes() -> None:
     assert "prompt" in sizes(portions)
 
 
-def test_who_wrote_much_while_alone_owes_nothing_to_who_comes_later() -> None:
+def test_a_client_that_wrote_much_while_alone_is_not_put_behind_later_clients() -> None:
     names = [f"new{i}" for i in range(8)]
     tables = block_tables(1000, "long", *names)
-    scheduler = warmed(tables)
+    scheduler = calibrated_scheduler(tables)
     now = 0.0
     for start in range(300):
         scheduler.add(step("long", start=start, client="old", at=now, hops=2))
@@ -195,10 +195,10 @@ def test_who_wrote_much_while_alone_owes_nothing_to_who_comes_later() -> None:
     assert "long" in sizes(scheduler.next_round(now))
 
 
-def test_blocks_of_a_session_that_has_not_begun_go_to_who_needs_them() -> None:
-    """It was opened, found the beginning of its text here, and nothing came after that."""
+def test_a_session_without_a_step_is_evicted_for_an_older_one() -> None:
+    """It was opened and adopted a cached prefix; no step followed."""
     tables = block_tables(2, "silent", "old")
-    scheduler = warmed(tables)
+    scheduler = calibrated_scheduler(tables)
     scheduler.add_session("silent", client="it", engine=None, opened_at=2.0, now=2.0)
     tables.check("silent", 0, SIZE).prepare(0, SIZE)
     scheduler.add(step("old", 2 * SIZE, age=1.0, at=2.0))
@@ -206,13 +206,13 @@ def test_blocks_of_a_session_that_has_not_begun_go_to_who_needs_them() -> None:
     assert tables.held("silent") == 0
 
 
-def test_nothing_is_known_of_clients_and_engines_that_have_gone() -> None:
+def test_nothing_of_clients_and_engines_remains_after_their_last_session() -> None:
     tables = block_tables(100, "a", "b")
-    scheduler = warmed(tables)
+    scheduler = calibrated_scheduler(tables)
     first, second = step("a"), step("b")
     second.engine = "part"
-    for one in (first, second):
-        scheduler.add(one)
+    for pending in (first, second):
+        scheduler.add(pending)
     while portions := scheduler.next_round(0.0):
         scheduler.finish_round(portions, 0.01, 0.0)
     scheduler.remove_session("b")
@@ -221,12 +221,12 @@ def test_nothing_is_known_of_clients_and_engines_that_have_gone() -> None:
     assert (scheduler._last_rounds, scheduler._served, scheduler._sequences) == ({}, {}, {})
 
 
-def test_a_round_waits_a_little_for_the_rest_of_a_batch_and_for_nothing_else() -> None:
+def test_the_worker_lingers_for_the_rest_of_a_batch_and_for_nothing_else() -> None:
     tables = block_tables(1000, *"abcd", "long")
-    scheduler = warmed(tables)
+    scheduler = calibrated_scheduler(tables)
     for name in "abcd":
         scheduler.add(step(name, hops=2))
-    assert scheduler.linger_s(0.0) == 0.0, "there are enough for a round"
+    assert scheduler.linger_s(0.0) == 0.0, "the fair share waits already"
     for _ in range(2):
         scheduler.finish_round(scheduler.next_round(0.0), 0.02, 0.02)
     scheduler.add(step("a", start=1, at=0.05, hops=2))
@@ -237,18 +237,18 @@ def test_a_round_waits_a_little_for_the_rest_of_a_batch_and_for_nothing_else() -
     scheduler._sequences["d"].gap_s = 0.03
     assert scheduler.linger_s(0.05 + LINGER_SHARE * 0.02) == 0.0
     scheduler.add(step("long", 100, at=0.05))
-    assert scheduler.linger_s(0.05) == 0.0, "there is something to do"
+    assert scheduler.linger_s(0.05) == 0.0, "a long step can run"
     scheduler.remove_session("b")
     scheduler.remove_session("c")
     scheduler.remove_session("d")
     scheduler.remove(scheduler._due[-1])
     scheduler.remove_session("long")
-    assert scheduler.linger_s(0.05) == 0.0, "nobody else writes"
+    assert scheduler.linger_s(0.05) == 0.0, "no other session writes"
 
 
-def test_a_long_step_is_bounded_while_others_write_and_runs_in_large_pieces_alone() -> None:
+def test_a_long_step_gets_small_portions_while_others_write_and_large_ones_alone() -> None:
     tables = block_tables(1000, "writer", "long")
-    scheduler = warmed(tables)
+    scheduler = calibrated_scheduler(tables)
     scheduler.add(step("writer"))
     scheduler.finish_round(scheduler.next_round(0.0), 0.01, 0.0)
     scheduler.add(step("long", 900))
@@ -256,7 +256,7 @@ def test_a_long_step_is_bounded_while_others_write_and_runs_in_large_pieces_alon
     assert sizes(scheduler.next_round(10.0)) == {"long": MAX_LONG_TOKENS}
 
 
-def test_what_is_beside_a_writer_is_fitted_to_what_rounds_take() -> None:
+def test_the_cost_model_fits_how_long_rounds_took() -> None:
     cost = CostModel()
     assert cost.extra_tokens(1, 1.5) is None
     for n in (1, 40, 3, 100):
@@ -268,26 +268,26 @@ def test_what_is_beside_a_writer_is_fitted_to_what_rounds_take() -> None:
     assert flat.extra_tokens(1, 1.5) is None
 
 
-def test_clients_take_turns_whatever_the_number_of_their_sessions() -> None:
+def test_clients_get_equal_shares_with_any_number_of_sessions() -> None:
     names = [f"greedy-{i}" for i in range(5)]
     tables = block_tables(100_000, "modest", *names)
-    scheduler = warmed(tables)
+    scheduler = calibrated_scheduler(tables)
     for name in names:
         scheduler.add(step(name, 2000, client="greedy"))
     scheduler.add(step("modest", 2000, client="modest", age=9.0))
-    given_to = {"greedy": 0, "modest": 0}
+    tokens_of = {"greedy": 0, "modest": 0}
     for at in range(30):
         portions = scheduler.next_round(float(at))
         compute(tables, portions)
         for portion in portions:
-            given_to[str(portion.step.client)] += portion.count
+            tokens_of[str(portion.step.client)] += portion.count
         scheduler.finish_round(portions, 0.1, float(at))
-    assert abs(given_to["greedy"] - given_to["modest"]) <= MAX_LONG_TOKENS
+    assert abs(tokens_of["greedy"] - tokens_of["modest"]) <= MAX_LONG_TOKENS
 
 
 def test_a_round_is_of_one_engine_and_each_has_its_turn() -> None:
     tables = block_tables(100, "a", "b")
-    scheduler = warmed(tables)
+    scheduler = calibrated_scheduler(tables)
     first, second = step("a", 90), step("b", 90)
     second.engine = "part"
     scheduler.add(first)
@@ -300,9 +300,9 @@ def test_a_round_is_of_one_engine_and_each_has_its_turn() -> None:
     assert sorted(order) == [["a"], ["b"]]
 
 
-def test_without_blocks_the_paused_lose_theirs_then_the_youngest_and_never_the_older() -> None:
+def test_paused_sessions_are_evicted_first_then_the_youngest_and_never_older_ones() -> None:
     tables = block_tables(6, "old", "mid", "new", "idle")
-    scheduler = warmed(tables)
+    scheduler = calibrated_scheduler(tables)
     for name, age in (("old", 1.0), ("idle", 0.5), ("mid", 2.0), ("new", 3.0)):
         scheduler.add(step(name, SIZE, age=age))
     portions = scheduler.next_round(0.0)
@@ -331,17 +331,17 @@ def test_without_blocks_the_paused_lose_theirs_then_the_youngest_and_never_the_o
     assert len(scheduler) == 0
 
 
-def test_what_younger_sessions_hold_only_together_is_an_older_ones_too() -> None:
+def test_blocks_that_only_younger_sessions_share_are_evicted_for_an_older_one() -> None:
     first = first_name("model")
     ids = np.arange(4 * BLOCK_TOKENS, dtype=np.int32)
     tables = BlockTables(BlockPool(8, BLOCK_TOKENS))
     packed = pack_names(first, names_of(ids, first=first), most=1 << 10)
     for session in ("before", "old", "one", "other"):
         tables.open(session, 8 * BLOCK_TOKENS)
-    scheduler = warmed(tables)
+    scheduler = calibrated_scheduler(tables)
 
-    def computed(one: PendingStep) -> list[Portion[PendingStep]]:
-        scheduler.add(one)
+    def computed(pending: PendingStep) -> list[Portion[PendingStep]]:
+        scheduler.add(pending)
         portions = scheduler.next_round(0.0)
         assert compute(tables, portions) == []
         scheduler.finish_round(portions, 0.01, 0.0)
@@ -359,12 +359,12 @@ def test_what_younger_sessions_hold_only_together_is_an_older_ones_too() -> None
     assert sizes(computed(step("old", start=4 * BLOCK_TOKENS, age=1.0))) == {"old": 1}
     assert scheduler.preempted == 2
     assert tables.sharing(["old"]) == ["old"]
-    assert tables.sharing(["one", "nobody"]) == []
+    assert tables.sharing(["one", "unknown"]) == []
 
 
-def test_a_session_whose_every_token_takes_seconds_is_not_pausing() -> None:
+def test_a_session_whose_every_token_takes_seconds_is_not_paused() -> None:
     tables = block_tables(2, "slow", "young")
-    scheduler = warmed(tables)
+    scheduler = calibrated_scheduler(tables)
     gap = PAUSED_AFTER_S + 1.0
     for start in range(2):
         scheduler.add(step("slow", start=start, at=start * gap, age=1.0))
@@ -378,10 +378,10 @@ def test_a_session_whose_every_token_takes_seconds_is_not_pausing() -> None:
     assert tables.held("slow") == 0
 
 
-def test_one_after_another_nothing_overtakes() -> None:
+def test_the_serial_scheduler_lets_no_step_overtake() -> None:
     scheduler: SerialScheduler[PendingStep] = SerialScheduler(batch=2)
-    for one in (step("a", 5), step("b"), step("b", start=1), step("c")):
-        scheduler.add(one)
+    for pending in (step("a", 5), step("b"), step("b", start=1), step("c")):
+        scheduler.add(pending)
     order = []
     while len(scheduler):
         portions = scheduler.next_round(0.0)
@@ -392,7 +392,7 @@ def test_one_after_another_nothing_overtakes() -> None:
 
 @dataclass
 class Writer:
-    """A session that reads a prompt and writes a text, token by token, and feeds all again when it is told to."""
+    """A session with a prompt and a text, written token by token; after an eviction it sends all tokens again."""
 
     name: str
     client: str
@@ -425,10 +425,10 @@ writers = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(writers, st.integers(22, 60))
-def test_everybody_ends_and_no_short_step_waits_long(plans: list[tuple[int, int, int, int]], blocks: int) -> None:
-    """Sessions of three clients come at some time; the cache has room for the largest of them, and not for all."""
+def test_every_session_ends_and_the_oldest_never_starves(plans: list[tuple[int, int, int, int]], blocks: int) -> None:
+    """Sessions of three clients start at different times. The cache has room for the largest, and not for all."""
     tables = BlockTables(BlockPool(blocks, SIZE))
-    scheduler = warmed(tables)
+    scheduler = calibrated_scheduler(tables)
     remaining = [
         (start, Writer(name=f"s{i}", client=f"c{client}", age=start + i / 100, prompt=prompt, text=text))
         for i, (client, prompt, text, start) in enumerate(plans)
@@ -436,7 +436,7 @@ def test_everybody_ends_and_no_short_step_waits_long(plans: list[tuple[int, int,
     running: list[Writer] = []
     now, rounds_before = 0.0, 0
     for turn in itertools.count():
-        assert turn < 20_000, "somebody never ends"
+        assert turn < 20_000, "a session never ends"
         for start, writer in [pair for pair in remaining if pair[0] <= turn]:
             remaining.remove((start, writer))
             tables.open(writer.name, blocks * SIZE)
@@ -446,20 +446,20 @@ def test_everybody_ends_and_no_short_step_waits_long(plans: list[tuple[int, int,
                 scheduler.add(writer.next(now))
         if not running and not remaining:
             break
-        oldest = min(running, key=lambda one: one.age).name if running else ""
+        oldest = min(running, key=lambda writer: writer.age).name if running else ""
         portions = scheduler.next_round(now)
         counts = [portion.count for portion in portions]
         assert len({portion.step.session for portion in portions}) == len(portions) <= MAX_STEPS
         assert sum(count for count in counts if count > MAX_SHORT_TOKENS) <= MAX_LONG_TOKENS
-        lost = compute(tables, portions)
-        scheduler.finish_round([portion for portion in portions if portion.step.session not in lost], 0.02, now)
+        evicted = compute(tables, portions)
+        scheduler.finish_round([portion for portion in portions if portion.step.session not in evicted], 0.02, now)
         now += 0.02 if portions else 0.5
         if portions:
             rounds_before = 0 if oldest in ("", *sizes(portions)) else rounds_before + 1
             assert rounds_before < 40, "the oldest waits"
         for writer in list(running):
             assert writer.step is not None
-            if writer.name in lost:
+            if writer.name in evicted:
                 scheduler.remove(writer.step)
                 writer.restarts += 1
                 writer.cached, writer.step = 0, None
