@@ -1,4 +1,4 @@
-"""Peers with toy engines over real sockets in this process, and a caller that speaks to them by hand."""
+"""Peers with toy engines over real sockets in this process, and a caller that sends them single messages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def client_hello(model: str = "") -> Hello:
 
 @dataclass(kw_only=True)
 class Host:
-    """One peer that runs here."""
+    """A peer that runs in this process."""
 
     identity: Identity
     server: PeerServer
@@ -71,7 +71,7 @@ class Host:
 
     @property
     def idle(self) -> bool:
-        """Nothing is left of any session: not in the table, not in the engine."""
+        """Whether no session is left, in the table or in the engine."""
         load = self.service.load()
         return (load.sessions, load.queue, load.kv_free) == (0, 0, load.kv_total) and not self.engine.sessions
 
@@ -124,21 +124,21 @@ async def toy_peer(
 
 
 class Caller:
-    """A client's side of one connection; what is no answer to a request is in `heard`."""
+    """A client's side of one connection; `messages` are those that answer no request."""
 
     def __init__(self) -> None:
         self.channel: Channel
-        self.heard: list[Message] = []
+        self.messages: list[Message] = []
         self.lost: list[SwarmError] = []
-        self._news = asyncio.Event()
+        self._updated = asyncio.Event()
 
     def _hear(self, message: Message) -> None:
-        self.heard.append(message)
-        self._news.set()
+        self.messages.append(message)
+        self._updated.set()
 
     def _lose(self, error: SwarmError) -> None:
         self.lost.append(error)
-        self._news.set()
+        self._updated.set()
 
     async def open(
         self,
@@ -184,7 +184,7 @@ class Caller:
         )
 
     def send(self, session: str = "session-1", **fields: Any) -> Forward:
-        """One Forward; `tokens` and `start` are what a test mostly says."""
+        """Send one Forward with these fields; the rest have defaults."""
         tokens = np.array(fields.pop("tokens", [1]), np.int32)
         forward = Forward(
             **{"session": session, "epoch": 0, "step": 0, "start": 0, "rows": 1, "tokens": tokens, **fields}
@@ -193,23 +193,23 @@ class Caller:
         return forward
 
     async def answer(self, session: str = "session-1", *, step: int | None = None) -> Output:
-        """The next Output of the session (of that step); raises what a Failure about it means."""
+        """The next Output of the session (of that step). Raises the error of a Failure about it."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                for message in self.heard:
+                for message in self.messages:
                     if (
                         isinstance(message, (Output, Failure))
                         and message.session == session
                         and step in (None, message.step)
                     ):
-                        self.heard.remove(message)
+                        self.messages.remove(message)
                         if isinstance(message, Failure):
                             raise failure_to_error(message, self.channel.peer_id)
                         return message
                 if self.lost:
                     raise self.lost[0]
-                self._news.clear()
-                await self._news.wait()
+                self._updated.clear()
+                await self._updated.wait()
 
     async def step(self, session: str = "session-1", **fields: Any) -> Output:
         self.send(session, **fields)
@@ -229,7 +229,7 @@ async def calling(host: Host, model: str = "") -> AsyncIterator[Caller]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait on a condition; the limit only ends a test that will never pass."""
+    """Wait for a condition; the time limit only ends a test that would never pass."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - conditions of threads and other tasks have no event
             await asyncio.sleep(0.001)
@@ -246,7 +246,7 @@ async def generate(
     sampling: Sampling = GREEDY,
     steps: itertools.count[int] | None = None,
 ) -> list[int]:
-    """Greedy tokens over an opened and linked route: steps go in at `first`, ids come out at `last`."""
+    """Tokens over an opened and linked route: steps go to `first`, ids come from `last`."""
     steps = steps or itertools.count()
     made: list[int] = []
     start, known = 0, list(prompt)
