@@ -49,7 +49,7 @@ class SessionOpener(Protocol):
         """End the connection: its other side does not read any more."""
 
 
-def step_from(forward: Forward, session: Session, engine_key: str, *, is_last: bool) -> Step:
+def _step_from(forward: Forward, session: Session, engine_key: str, *, is_last: bool) -> Step:
     """The engine's step for `forward`, whose position is checked here. The engine checks its numbers, in its thread.
 
     Raises BadStep, ContextExceeded; the session is unchanged then.
@@ -184,7 +184,7 @@ class SessionExecutor:
 
     def _submit(self, forward: Forward) -> StepJob:
         session, history = self.session, _NO_IDS
-        step = step_from(forward, session, self.engine_key, is_last=self._is_last)
+        step = _step_from(forward, session, self.engine_key, is_last=self._is_last)
         if self._is_last and forward.sampling.looks_back:
             history = np.concatenate([session.history[: step.start], step.tokens])
         return self._worker.submit(

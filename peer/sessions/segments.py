@@ -29,7 +29,7 @@ class Builder:
 
     build: Callable[[LayerRange], Engine]
     refuse: Callable[[LayerRange], str]
-    most: int = 2
+    most: int
 
 
 @dataclass(eq=False)

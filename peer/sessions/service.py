@@ -126,8 +126,8 @@ class SpanService:
         self._next_hops = NextHops(hello, clock=clock)
         self._layer_time = LayerTime()
         self._throughput = Throughput()
-        self._kind = serving.kind
-        self._room = serving.room
+        self._engine_kind = serving.kind
+        self._block_tables = serving.room
         self._shares = serving.shares
         self._executors: dict[str, SessionExecutor] = {}
         self._engine_key_numbers = itertools.count()
@@ -151,11 +151,11 @@ class SpanService:
             layer_time_s=self._layer_time.layer_time_s,
             prefill_time_s=self._layer_time.prefill_time_s,
             work=PeerLoad(
-                engine=self._kind,
+                engine=self._engine_kind,
                 batch=self._throughput.batch,
                 tokens_per_s=self._throughput.tokens_per_s,
-                blocks=self._room.pool.count if self._room is not None else 0,
-                blocks_used=self._room.pool.used if self._room is not None else 0,
+                blocks=self._block_tables.pool.count if self._block_tables is not None else 0,
+                blocks_used=self._block_tables.pool.used if self._block_tables is not None else 0,
             ),
         )
 
@@ -226,9 +226,9 @@ class SpanService:
         engine.open(engine_key, session.max_tokens)
         opener, opened_at = session.opener, session.opened_at
         self._schedule.add_session(engine_key, client=opener, engine=engine, opened_at=opened_at, now=self._clock())
-        if self._room is None or not self._shares:
+        if self._block_tables is None or not self._shares:
             return 0
-        ids = self._room.adopt(engine_key, prefix, tag=f"{session.span} {engine.numerics}".encode())
+        ids = self._block_tables.adopt(engine_key, prefix, tag=f"{session.span} {engine.numerics}".encode())
         session.history[: len(ids)] = ids
         session.length = len(ids)
         return len(ids)

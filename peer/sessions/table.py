@@ -287,12 +287,6 @@ class SessionTable:
 
     # -- decisions
 
-    def _drop_void(self, session: Session, forward: Forward) -> None:
-        # starts ascend within a queue, so the void steps are at its end
-        while session.queue and session.queue[-1].forward.start >= forward.start:
-            self._unqueue(session, session.queue.pop())
-            session.computed += 1
-
     def _check_queue(self, session: Session, arrival: Arrival) -> None:
         limits = self._limits
         if session.queue and (
@@ -377,6 +371,12 @@ class SessionTable:
         self._sessions[session.name] = session
         self._per_connection[connection] += 1
         return session
+
+    def _drop_void(self, session: Session, forward: Forward) -> None:
+        # starts ascend within a queue, so the void steps are at its end
+        while session.queue and session.queue[-1].forward.start >= forward.start:
+            self._unqueue(session, session.queue.pop())
+            session.computed += 1
 
     def _unqueue(self, session: Session, arrival: Arrival) -> None:
         session.queued_bytes -= arrival.nbytes

@@ -18,7 +18,6 @@ from peer.serving.server import PeerServer
 from peer.sessions.segments import Builder
 from peer.sessions.service import Serving, SpanService
 from swarm.discovery.directory import MemoryDirectory
-from swarm.engine.paged.block_tables import BlockTables
 from swarm.errors import SwarmError
 from swarm.model.spans import LayerRange
 from swarm.sampling import Sampling
@@ -82,7 +81,6 @@ async def toy_peer(
     *,
     engine: ToyEngine | None = None,
     limits: dict[str, Any] | None = None,
-    room: BlockTables | None = None,
     entries: tuple[int, ...] = (),
     builder: Builder | None = None,
     shared_files: SharedFiles | None = None,
@@ -102,7 +100,6 @@ async def toy_peer(
             manifest=manifest,
             engine=engine,
             limits=SessionLimits(**{"kv_total": 1000, **(limits or {})}),
-            room=room,
             entries=entries,
             builder=builder,
         ),
