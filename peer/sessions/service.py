@@ -63,11 +63,11 @@ OnStep = Callable[[Step, StepOutcome], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """What is served. `attends_to` as in `records.PeerRecord`; `entries` and `builder` let routes enter inside the span
-    (see `segments`); `kind` is the engine's name.
+    """A loaded span, ready to serve. `kind` is the engine's name, `attends_to` as in `records.PeerRecord`.
 
-    `room` holds the caches of paged engines; None: each session has a cache of its own. `shares`: new sessions may
-    adopt cached prefixes from it.
+    `room` holds the caches of paged engines; None: each session has a cache of its own.
+    `shares`: new sessions may adopt cached prefixes from there.
+    `entries` and `builder` let routes enter inside the span, see `segments`.
     """
 
     manifest: Manifest
