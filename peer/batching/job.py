@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,10 +41,8 @@ class StepJob(PendingStep):
     started_at: float = 0.0
     compute_s: float = 0.0
     batch: int = 1
-
-    def __post_init__(self) -> None:
-        self.hidden: list[NDArray[np.float32]] = []
-        self.choices: list[Choice] = []
+    hidden: list[NDArray[np.float32]] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
 
     def drop(self) -> None:
         """Give up the step. To be called in the event loop."""

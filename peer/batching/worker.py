@@ -53,14 +53,12 @@ class WorkCounters:
     tokens: int = 0
 
 
+@dataclass(eq=False, slots=True)
 class _CallJob:
     """A call on its way; `future` belongs to the event loop."""
 
-    __slots__ = ("function", "future")
-
-    def __init__(self, future: asyncio.Future[Any], function: Callable[[], Any]) -> None:
-        self.future = future
-        self.function = function
+    future: asyncio.Future[Any]
+    function: Callable[[], Any]
 
 
 _Job = _CallJob | StepJob

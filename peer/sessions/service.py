@@ -236,7 +236,9 @@ class SpanService:
     async def link(self, connection: Connection, message: Link) -> Linked:
         """Raises UnknownSession, BadStep, PeerUnreachable, and what `NextHop.attach` raises."""
         self._table.find(message.session, epoch=message.epoch, opener=connection)
-        executor = self._executor(message.session)
+        executor = self._executors.get(message.session)
+        if executor is None:
+            raise UnknownSession(f"session {message.session} is still being opened here; wait for the answer first")
         executor.set_next_hop(None)
         if message.addresses:
             if not message.peer_id:
@@ -348,12 +350,6 @@ class SpanService:
     def _check_still_open(self, session: Session) -> None:
         if session not in self._table:
             raise UnknownSession(f"session {session.name} was closed while it was being opened")
-
-    def _executor(self, name: str) -> SessionExecutor:
-        executor = self._executors.get(name)
-        if executor is None:
-            raise UnknownSession(f"session {name} is still being opened here; wait for the answer first")
-        return executor
 
     # -- the device
 
