@@ -19,7 +19,7 @@ class LayerTime:
         self.prefill_time_s: float | None = None
 
     def record(self, *, layers: int, tokens: int, seconds: float) -> None:
-        """A step of `tokens` over `layers` kept the device for `seconds`."""
+        """Count a step of `tokens` over `layers` that took the device `seconds`."""
         layer_s = seconds / layers
         if tokens == 1:
             self.layer_time_s = _moving_average(self.layer_time_s, layer_s)

@@ -289,7 +289,7 @@ def test_a_step_that_waits_when_its_session_ends_leaves_no_state() -> None:
         worker = Worker(scheduler)
         worker.start()
         await opened(worker, engine, "a")
-        worker.post(lambda: gate.wait(20))  # blocks the thread after it has received steps, before the next call
+        worker.post(lambda: gate.wait(20))  # holds the thread in a call, after it has received the steps so far
         waiting = asyncio.create_task(run(worker, engine, step("a"), Sampling(), NO_IDS, client="client"))
         await until(lambda: worker.waiting == 2)
         waiting.cancel()

@@ -600,15 +600,15 @@ def test_idle_sessions_expire_and_are_unknown_afterwards() -> None:
 
 def test_a_leaving_peer_tells_its_openers_refuses_new_sessions_and_waits_for_the_open_ones() -> None:
     async def main() -> None:
-        async with toy_peer() as host, calling(host) as caller, calling(host) as stranger:
+        async with toy_peer() as host, calling(host) as caller, calling(host) as other:
             await caller.open()
             leaving = asyncio.create_task(host.server.leave(PATIENCE_S))
             await until(lambda: bool(caller.messages))
             assert caller.messages == [Leaving(grace_s=PATIENCE_S)]
-            assert stranger.messages == []
+            assert other.messages == []
             assert host.service.load().state == "leaving"
             with pytest.raises(PeerLeaving):
-                await stranger.open("session-2")
+                await other.open("session-2")
             assert (await caller.step(tokens=PROMPT)).ids.tolist() == toy_text(PROMPT, 1)
             assert not leaving.done()
             await caller.close_session()
