@@ -1,9 +1,9 @@
-"""A step on its way through the device: from the event loop to the worker's thread, portion by portion, and back."""
+"""A step on its way through the worker: from the event loop to the thread, portion by portion, and back."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,10 @@ from swarm.sampling import Choice, Sampling, choose
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
-    """What a step gave: `hidden` [n, hidden_size] float32, or (from the span with the head) one choice
-    for each row. Seconds it waited for the device, and kept it; `batch` steps ran in the same call."""
+    """The result of a step: `hidden` [n, hidden_size] float32, or (on the span with the head) a choice for each row.
+
+    The step waited `queue_s` seconds for the device and ran for `compute_s`; `batch` steps shared its last round.
+    """
 
     hidden: NDArray[np.float32] | None
     choices: tuple[Choice, ...]
@@ -29,7 +31,7 @@ class StepOutcome:
 
 @dataclass(eq=False, kw_only=True)
 class StepJob(PendingStep):
-    """A step on its way; `future` belongs to the event loop, `dropped` is set from there."""
+    """A step on its way. `future` belongs to the event loop, which also sets `dropped`; the rest to the thread."""
 
     future: asyncio.Future[Any]
     step: Step
@@ -38,20 +40,18 @@ class StepJob(PendingStep):
     dropped: bool = False
     started_at: float = 0.0
     compute_s: float = 0.0
-    batch: int = 1  # steps in the last round
-
-    def __post_init__(self) -> None:
-        self.hidden: list[NDArray[np.float32]] = []
-        self.choices: list[Choice] = []
+    batch: int = 1
+    hidden: list[NDArray[np.float32]] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
 
     def drop(self) -> None:
-        """Nobody waits for it any more. To be called in the event loop."""
+        """Give up the step. To be called in the event loop."""
         self.dropped = True
         self.future.cancel()
 
     def portion(self, count: int) -> Step:
-        """The next `count` tokens as a step of their own; of the rows that are wanted, those among them."""
-        step, first, last = self.step, self.done, self.done + count
+        """The next `count` tokens as a step of their own, with those of the requested rows that are among them."""
+        step, first, last = self.step, self.computed, self.computed + count
         if count == self.tokens:
             return step
         return Step(
@@ -66,29 +66,28 @@ class StepJob(PendingStep):
         hidden = None
         if self.sampling is None:
             hidden = self.hidden[0] if len(self.hidden) == 1 else np.concatenate(self.hidden)
-        queue_s = self.started_at - self.put_at
         return StepOutcome(
             hidden=hidden,
             choices=tuple(self.choices),
-            queue_s=queue_s,
+            queue_s=self.started_at - self.queued_at,
             compute_s=self.compute_s,
             batch=self.batch,
         )
 
-    def keep(self, step: Step, answer: StepResult) -> SwarmError | None:
-        """Put the answer to the portion `step` with the others: as it is, or a token for each row of logits."""
-        if isinstance(answer, EngineError):
-            return device_failed(answer)
-        if isinstance(answer, SwarmError):
-            return answer
+    def add_result(self, step: Step, result: StepResult) -> SwarmError | None:
+        """Store the result of the portion `step`: hidden states, or a choice for each row. Returns its error."""
+        if isinstance(result, EngineError):
+            return device_failed(result)
+        if isinstance(result, SwarmError):
+            return result
         if self.sampling is None:
-            self.hidden.append(answer)
+            self.hidden.append(result)
             return None
-        first = step.end - step.rows + 1  # the position that the first of the rows is the choice for
+        first = step.end - step.rows + 1  # the position that the first row of logits chooses a token for
         try:
-            for position, row in enumerate(answer, first):
+            for position, row in enumerate(result, first):
                 self.choices.append(choose(row, self.sampling, position=position, history=self.history[:position]))
-        except BadStep as error:  # a token id that the model does not have
+        except BadStep as error:  # a token id outside the vocabulary
             return error
         return None
 

@@ -4,14 +4,14 @@
 
     event loop                                   worker thread
     ──────────                                   ─────────────
-    run(step) ── queue ────────────────────────► schedule.add, all that have come
-                                                 schedule.round: which steps, and how much of each
+    submit(step) ─ queue ──────────────────────► scheduler.add, for each step that has arrived
+    call(function)                               calls: sessions are opened and closed in the engine
+                                                 scheduler.next_round: which steps, and how much of each
                                                  engine.forward
-                                                 sampling.choose for each row of the last span
-    future ◄──── one call_soon_threadsafe ────── outcomes of the steps that are whole now
+                                                 sampling.choose for each row of logits
+    outcome(job) ◄── one call_soon_threadsafe ── results of the steps that are complete
 
-Opening and closing an engine's sessions happens in the same thread, between two rounds and before the steps
-that wait: nobody waits for a place behind the prompts of others.
+Calls run between two rounds, before the waiting steps: opening a session does not wait for the prompts of others.
 """
 
 from __future__ import annotations
@@ -38,29 +38,27 @@ from swarm.sampling import Sampling
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_SUSPICIOUS_AFTER = 3
-_CALL, _END = object(), object()  # in the queue of steps: look at the calls; the last of all
-_LOOK_AGAIN_S = 0.1
+_FAILURES_TO_REPORT = 3
+_CALL, _END = object(), object()  # markers in the inbox: a call was added; no more will come
+_STALLED_POLL_S = 0.1
 _RETRY_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Done:
-    """What has been computed since the start: `steps` counts a step once for each round that it was part of."""
+class WorkCounters:
+    """What was computed since the start. A step counts once for each round that it was part of."""
 
     rounds: int = 0
     steps: int = 0
     tokens: int = 0
 
 
+@dataclass(eq=False, slots=True)
 class _CallJob:
     """A call on its way; `future` belongs to the event loop."""
 
-    __slots__ = ("function", "future")
-
-    def __init__(self, future: asyncio.Future[Any], function: Callable[[], Any]) -> None:
-        self.future = future
-        self.function = function
+    future: asyncio.Future[Any]
+    function: Callable[[], Any]
 
 
 _Job = _CallJob | StepJob
@@ -68,34 +66,34 @@ _Result = tuple[_Job, Any]
 
 
 class Worker:
-    """Owns one thread from `start` to `close`. All methods belong to the event loop that started it.
+    """Owns one thread from `start` to `close`. All public methods belong to the event loop that started it.
 
-    `schedule` decides what runs when, in the thread. `on_failed` hears, in the event loop, of every few failures of
-    the device without a success between them.
+    The thread runs what `scheduler` decides. `on_failed` is called in the event loop after every third failure of the
+    device without a success in between.
     """
 
     def __init__(
         self,
-        schedule: Scheduler[Any] | None = None,
+        scheduler: Scheduler[Any] | None = None,
         *,
         max_waiting: int = 4096,
         on_failed: Callable[[SwarmError], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._schedule: Scheduler[StepJob] = schedule if schedule is not None else SerialScheduler()
+        self._scheduler: Scheduler[StepJob] = scheduler if scheduler is not None else SerialScheduler()
         self._max_waiting = max_waiting
         self._on_failed = on_failed
         self._clock = clock
-        self._due: queue.SimpleQueue[StepJob | object] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[StepJob | object] = queue.SimpleQueue()
         self._calls: deque[_CallJob] = deque()
-        self._thread = threading.Thread(target=self._serve, name="device", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting = 0
-        self._outstanding: set[StepJob] = set()  # the thread's: not answered yet
+        self._unanswered: set[StepJob] = set()  # the thread's
         self._failures = 0
         self._closed = False
-        self._ended = False  # seen by the thread
-        self.done = Done()
+        self._ending = False  # the thread has received _END
+        self.counters = WorkCounters()
 
     @property
     def waiting(self) -> int:
@@ -111,7 +109,7 @@ class Worker:
         if self._closed or self._loop is None:
             return
         self._closed = True
-        self._due.put(_END)
+        self._inbox.put(_END)
         await self._loop.run_in_executor(None, self._thread.join)
 
     def submit(
@@ -125,10 +123,10 @@ class Worker:
         opened_at: float = 0.0,
         hops: int = 1,
     ) -> StepJob:
-        """Send a step to the device. `sampling` None: the engine has no head, and hidden states come out.
+        """Queue a step. `sampling` None: the engine has no head, and hidden states come out.
 
-        `history` [step.end] int32 holds all ids of the session up to the step's end. `client` is whom fairness is
-        about, `opened_at` the session's age, `hops` the length of its route. Raises PeerBusy where too much waits.
+        `history` [step.end] int32 holds all ids of the session up to the step's end. `client`, `opened_at` and `hops`
+        are for the scheduler, see `PendingStep`. Raises PeerBusy where too many steps and calls wait.
         """
         job = StepJob(
             session=step.session,
@@ -138,7 +136,7 @@ class Worker:
             engine=engine,
             start=step.start,
             tokens=len(step.tokens),
-            put_at=self._clock(),
+            queued_at=self._clock(),
             future=self._future(),
             step=step,
             sampling=sampling,
@@ -147,13 +145,13 @@ class Worker:
         if self._waiting >= self._max_waiting:
             raise PeerBusy(f"{self._waiting} steps wait for this peer's device; send again later", retry_after=1.0)
         self._waiting += 1
-        self._due.put(job)
+        self._inbox.put(job)
         return job
 
     async def outcome(self, job: StepJob) -> StepOutcome:
-        """What it gave. Raises the step's own StepError; PeerFailed where the device failed.
+        """Wait for the result of a step. Raises the step's own StepError; PeerFailed where the device failed.
 
-        Cancelled while it waits, the step never runs; while it runs, its result is dropped.
+        If this is cancelled, a waiting step never runs and the result of a running one is dropped.
         """
         try:
             outcome: StepOutcome = await job.future
@@ -163,12 +161,12 @@ class Worker:
             raise
 
     async def call(self, function: Callable[[], T]) -> T:
-        """`function()` in the worker's thread, before the steps that wait. Raises what it raises.
+        """Run `function()` in the thread, before the waiting steps. Raises what it raises.
 
-        Once asked for it runs, whether or not the caller is cancelled meanwhile: it frees things.
+        It runs even if the caller is cancelled: it may free resources.
         """
         job = _CallJob(self._future(), function)
-        self._enqueue(job)
+        self._add_call(job)
         result: T = await job.future
         return result
 
@@ -176,13 +174,13 @@ class Worker:
         """As `call`, without waiting; an error is logged."""
         job = _CallJob(self._future(), function)
         job.future.add_done_callback(_log_failure)
-        self._enqueue(job)
+        self._add_call(job)
 
-    def end(self, engine: Engine, session: str) -> None:
+    def close_session(self, engine: Engine, session: str) -> None:
         """Close a session of `engine`, without waiting."""
 
         def close() -> None:
-            self._schedule.forget(session)
+            self._scheduler.remove_session(session)
             engine.close(session)
 
         self.post(close)
@@ -194,10 +192,10 @@ class Worker:
             raise LocalProtocolError("the worker takes no steps: it is not running")
         return self._loop.create_future()
 
-    def _enqueue(self, job: _CallJob) -> None:
+    def _add_call(self, job: _CallJob) -> None:
         self._waiting += 1
         self._calls.append(job)
-        self._due.put(_CALL)
+        self._inbox.put(_CALL)
 
     def _deliver(self, results: Sequence[_Result], failure: SwarmError | None, healthy: bool) -> None:
         self._waiting -= len(results)
@@ -212,125 +210,140 @@ class Worker:
             self._failures = 0
         elif failure is not None:
             self._failures += 1
-            if self._failures % _SUSPICIOUS_AFTER == 0:
+            if self._failures % _FAILURES_TO_REPORT == 0:
                 self._on_failed(failure)
 
     # -- in the worker's thread
 
-    def _serve(self) -> None:
+    def _run(self) -> None:
         lower_priority()
-        stuck = False
-        while not (stuck and self._ended):
-            if len(self._schedule):
-                self._take(_LOOK_AGAIN_S if stuck else 0.0)
+        stalled = False  # steps wait, and none of them can run
+        while not (stalled and self._ending):
+            if len(self._scheduler):
+                self._receive(_STALLED_POLL_S if stalled else 0.0)
             else:
-                self._take(0.0 if self._ended else None)  # after the end nothing comes any more
+                self._receive(0.0 if self._ending else None)
             try:
-                stuck = not self._turn()
-            except Exception as error:  # a bug; that everybody waits for ever would be worse
-                _log.exception("a round failed in a way that nobody foresaw")
-                self._give_up(EngineError(f"a bug of this peer: {type(error).__name__}: {error}"))
-                stuck = True
+                stalled = not self._run_once()
+            except Exception as error:  # a bug: without an answer all clients would wait for ever
+                _log.exception("unexpected error in a round")
+                self._fail_all(EngineError(f"a bug of this peer: {type(error).__name__}: {error}"))
+                stalled = True
 
-    def _turn(self) -> bool:
-        """Calls, then a round, of which nothing is held afterwards; False where there was none."""
-        while not self._calls and (wait := self._schedule.worth_waiting(self._clock())):
-            if not self._take(wait):
-                break
-        while self._calls:
-            call = self._calls.popleft()
-            self._take(0.0)  # the steps that came before it: a session that it closes has none left then
-            self._finish([(call, _outcome_of(call.function))])
-        self._refuse(self._schedule.hopeless(self._clock()))
-        portions = self._schedule.round(self._clock())
+    def _run_once(self) -> bool:
+        """Run all calls, then one round; False where no step could run. Keeps no reference to what has run."""
+        self._linger()
+        self._run_calls()
+        self._refuse(self._scheduler.pop_starved(self._clock()))
+        portions = self._scheduler.next_round(self._clock())
         if portions:
             self._compute(portions)
         return bool(portions)
 
-    def _take(self, seconds: float | None) -> bool:
-        """What has come into the schedule; waits so long (None: for ever) for something. Whether anything has."""
+    def _linger(self) -> None:
+        while not self._calls and (wait_s := self._scheduler.linger_s(self._clock())):
+            if not self._receive(wait_s):
+                break
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            call = self._calls.popleft()
+            self._receive(0.0)  # the steps sent before the call: a session that it closes has none left afterwards
+            self._send_results([(call, _result_of(call.function))])
+
+    def _receive(self, timeout_s: float | None) -> bool:
+        """Move the inbox into the scheduler, waiting for a first item (None: for ever). Whether there was any."""
         try:
-            job = self._due.get(seconds != 0.0, seconds)
+            item = self._inbox.get(timeout_s != 0.0, timeout_s)
         except queue.Empty:
             return False
         while True:
-            if isinstance(job, StepJob):
-                self._outstanding.add(job)
-                self._schedule.add(job)
-            elif job is _END:
-                self._ended = True
+            if isinstance(item, StepJob):
+                self._unanswered.add(item)
+                self._scheduler.add(item)
+            elif item is _END:
+                self._ending = True
             try:
-                job = self._due.get_nowait()
+                item = self._inbox.get_nowait()
             except queue.Empty:
                 return True
 
     def _refuse(self, jobs: Sequence[StepJob]) -> None:
         if jobs:
-            text = "all KV cache of this peer is in use by older sessions; go on elsewhere, or here later"
-            self._finish([(job, PeerBusy(text, retry_after=_RETRY_S)) for job in jobs])
+            text = "all KV cache of this peer is in use by older sessions; use another peer, or try again later"
+            self._send_results([(job, PeerBusy(text, retry_after=_RETRY_S)) for job in jobs])
 
-    def _give_up(self, error: EngineError) -> None:
-        """Every step that waits."""
-        self._schedule.clear()
-        self._finish([(job, device_failed(error)) for job in self._outstanding], failure=error)
+    def _fail_all(self, error: EngineError) -> None:
+        self._scheduler.clear()
+        self._send_results([(job, device_failed(error)) for job in self._unanswered], failure=error)
 
     def _compute(self, portions: list[Portion[StepJob]]) -> None:
-        dropped = [portion.due for portion in portions if portion.due.dropped]
+        """Run a round and send the results of the steps that it completed."""
+        dropped = [portion.step for portion in portions if portion.step.dropped]
         for job in dropped:
-            self._schedule.remove(job)
-        live = [portion for portion in portions if not portion.due.dropped]
+            self._scheduler.remove(job)
         results: list[_Result] = [(job, None) for job in dropped]
+        live = [portion for portion in portions if not portion.step.dropped]
         if not live:
-            self._finish(results)
+            self._send_results(results)
             return
         started = self._clock()
-        outputs, failure = self._forward(live)
+        errors, failure = self._forward(live)
         now = self._clock()
-        for portion, output in zip(live, outputs, strict=True):
-            job = portion.due
-            if not job.done:
+        for portion, error in zip(live, errors, strict=True):
+            job = portion.step
+            if not job.computed:
                 job.started_at = started
             job.compute_s += now - started
             job.batch = len(live)
-            if isinstance(output, SwarmError):
-                self._schedule.remove(job)
-                results.append((job, output))
-        good = [portion for portion, output in zip(live, outputs, strict=True) if not isinstance(output, SwarmError)]
-        self._schedule.ran(good, now - started, now)
-        results += [(portion.due, portion.due.outcome()) for portion in good if not portion.due.left]
-        tokens = sum(portion.count for portion in good)
-        done = self.done
-        self.done = Done(rounds=done.rounds + 1, steps=done.steps + len(live), tokens=done.tokens + tokens)
-        self._finish(results, failure=failure, healthy=bool(good) and failure is None)
+            if error is not None:
+                self._scheduler.remove(job)
+                results.append((job, error))
+        good = [portion for portion, error in zip(live, errors, strict=True) if error is None]
+        self._scheduler.finish_round(good, now - started, now)
+        results += [(portion.step, portion.step.outcome()) for portion in good if not portion.step.remaining]
+        self._count(steps=len(live), tokens=sum(portion.count for portion in good))
+        self._send_results(results, failure=failure, healthy=bool(good) and failure is None)
 
     def _forward(self, live: list[Portion[StepJob]]) -> tuple[list[SwarmError | None], SwarmError | None]:
-        """Run a round; what went wrong with each step, and with the device."""
+        """One inference: each step's error or None, and the device's."""
         try:
-            steps = [portion.due.portion(portion.count) for portion in live]
-            engine: Engine = live[0].due.engine  # type: ignore[assignment]  # `run` put it there
-            answers = engine.forward(steps)
-            wrong = [portion.due.keep(step, answer) for portion, step, answer in zip(live, steps, answers, strict=True)]
+            steps = [portion.step.portion(portion.count) for portion in live]
+            engine: Engine = live[0].step.engine  # type: ignore[assignment]  # `submit` put it there
+            outputs = engine.forward(steps)
+            errors = [
+                portion.step.add_result(step, output)
+                for portion, step, output in zip(live, steps, outputs, strict=True)
+            ]
         except EngineError as error:
             return [device_failed(error) for _ in live], error
         except Exception as error:
-            _log.exception("a step failed in a way that nobody foresaw")
+            _log.exception("unexpected error in a step")
             cause = EngineError(f"{type(error).__name__}: {error}")
             return [device_failed(cause) for _ in live], cause
-        return wrong, next((error for error in wrong if isinstance(error, PeerFailed)), None)
+        return errors, next((error for error in errors if isinstance(error, PeerFailed)), None)
 
-    def _finish(self, results: list[_Result], *, failure: SwarmError | None = None, healthy: bool = False) -> None:
+    def _count(self, *, steps: int, tokens: int) -> None:
+        before = self.counters
+        self.counters = WorkCounters(
+            rounds=before.rounds + 1, steps=before.steps + steps, tokens=before.tokens + tokens
+        )
+
+    def _send_results(
+        self, results: list[_Result], *, failure: SwarmError | None = None, healthy: bool = False
+    ) -> None:
         assert self._loop is not None
-        self._outstanding.difference_update(job for job, _ in results if isinstance(job, StepJob))
+        self._unanswered.difference_update(job for job, _ in results if isinstance(job, StepJob))
         try:
             self._loop.call_soon_threadsafe(self._deliver, results, failure, healthy)
         except RuntimeError:
-            _log.debug("the event loop ended before its device's last answer")
+            _log.debug("the event loop ended before the device's last result")
 
 
-def _outcome_of(function: Callable[[], object]) -> object:
+def _result_of(function: Callable[[], object]) -> object:
     try:
         return function()
-    except Exception as error:  # handed to whoever asked
+    except Exception as error:  # raised again in `call`
         return error
 
 

@@ -1,1 +1,1 @@
-"""The two kinds of connections of a peer: callers, and next hops."""
+"""The two kinds of connections of a peer: from callers, and to next hops."""

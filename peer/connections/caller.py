@@ -1,4 +1,4 @@
-"""One caller of this peer: its stream, and the tasks that answer it."""
+"""A caller's connection to this peer: its stream, and the tasks that answer its requests."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MAX_TASKS = 64
 
 
 class Connection:
-    """Stands for its caller in the table of sessions: two are never equal."""
+    """Identifies its caller in the session table: two connections are never equal."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._tasks: set[asyncio.Task[Message | None]] = set()
-        self.turn = asyncio.Lock()  # of its requests whose answers are large: one at a time
+        self.large_answer = asyncio.Lock()  # one large answer at a time
 
     def __repr__(self) -> str:
         return f"<connection from {self._stream.remote}>"
@@ -33,7 +33,7 @@ class Connection:
 
     @property
     def host(self) -> str:
-        """The caller's address, whatever its port."""
+        """The caller's address, without its port."""
         return host_of(self._stream)
 
     @property
@@ -41,8 +41,8 @@ class Connection:
         return self._stream.closed
 
     @property
-    def waits(self) -> bool:
-        """An answer is being made for it."""
+    def has_requests(self) -> bool:
+        """Whether it waits for answers."""
         return bool(self._tasks)
 
     def send(self, message: Message, *, at_once: bool = False) -> float:
@@ -50,11 +50,11 @@ class Connection:
         return self._stream.send(message, at_once=at_once)
 
     def try_send(self, message: Message) -> None:
-        """As `send`; where nobody is there any more, nobody misses it."""
+        """As `send`, but does nothing if the connection has ended."""
         try:
             self._stream.send(message)
         except SwarmError:
-            _log.debug("%s is gone before it heard %s", self.remote, message.kind)
+            _log.debug("%s ended before it got %s", self.remote, message.kind)
 
     def allow_payload(self, size: int) -> None:
         """See `Stream.allow_payload`."""
@@ -64,27 +64,27 @@ class Connection:
         """Raises PeerStalled, PeerLost."""
         await self._stream.drain()
 
-    def check_room(self) -> None:
-        """Raises PeerBusy where too many requests of this caller are under way."""
+    def check_request_limit(self) -> None:
+        """Raises PeerBusy if too many requests of this caller are under way."""
         if len(self._tasks) >= _MAX_TASKS:
             raise PeerBusy(f"{len(self._tasks)} requests of this connection are under way; wait for answers first")
 
     def spawn(
-        self, work: Coroutine[Any, Any, Message | None], done: Callable[[asyncio.Task[Message | None]], None]
+        self, work: Coroutine[Any, Any, Message | None], on_done: Callable[[asyncio.Task[Message | None]], None]
     ) -> None:
-        """Run `work` until the connection ends; `done` hears how it went."""
+        """Run `work` in a task, which is cancelled when the connection ends; then call `on_done`."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(done)
+        task.add_done_callback(on_done)
 
     def abort(self, error: SwarmError) -> None:
-        """End the connection at once; its sessions end with it, when its reader sees that."""
+        """End the connection at once. Its sessions end when the server's `receive` raises."""
         _log.info("closing the connection from %s: %s", self.remote, error)
         self._stream.abort(error)
 
-    async def end(self) -> None:
-        """Cancel what is under way. The stream is closed by who opened it, once it has said why."""
+    async def cancel_requests(self) -> None:
+        """Cancel the tasks and wait for their end. The listener closes the stream, after sending why."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -1,6 +1,6 @@
-"""The desk answers questions: who serves what, files by hash, whether the asker can be reached.
+"""Answers queries: notices of a topic, files by hash, whether the caller can be reached.
 
-Nothing here touches sessions or the device. Files are read in the executor; every answer is bounded.
+Queries touch neither sessions nor the device. Files are read in a thread; the size of every answer is bounded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MAX_TOPIC_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class SharedFiles:
-    """The package whose files this peer gives away. `entries` are those that are there and were checked."""
+    """The package whose files this peer sends. `entries` are the files that it has and has checked."""
 
     package: Path
     manifest: Manifest
@@ -49,83 +49,82 @@ class SharedFiles:
 
 
 class QueryHandler:
-    """Answers of one peer. Until `open_directory` it knows nobody, until `share_files` it has no files."""
+    """The answers of one peer: without a directory until `open_directory`, without files until `share_files`."""
 
-    def __init__(self, *, hello: Callable[[], Hello], wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, *, hello: Callable[[], Hello]) -> None:
         self._hello = hello
-        self._wall_clock = wall_clock
         self._directory: Directory | None = None
         self._dht_addresses: Callable[[], Sequence[str]] = tuple
         self._shared_files: SharedFiles | None = None
         self._by_hash: dict[str, FileEntry] = {}
 
     def open_directory(self, directory: Directory, dht_addresses: Callable[[], Sequence[str]]) -> None:
-        """Answer look-ups from `directory`, and tell joiners to start from these multiaddresses."""
+        """Answer look-ups from `directory`, and name these multiaddresses to peers that join the DHT."""
         self._directory = directory
         self._dht_addresses = dht_addresses
 
     def share_files(self, shared_files: SharedFiles) -> None:
-        """Give away these files."""
+        """Send these files when asked."""
         self._shared_files = shared_files
         self._by_hash = {entry.sha256: entry for entry in shared_files.entries}
 
-    def ping(self, ask: Ping, *, received: int = 0, computed: int = 0, sent: int = 0) -> Pong:
-        return Pong(request=ask.request, time=self._wall_clock(), received=received, computed=computed, sent=sent)
+    def ping(self, query: Ping, *, received: int, computed: int, sent: int) -> Pong:
+        return Pong(request=query.request, time=time.time(), received=received, computed=computed, sent=sent)
 
-    def dht(self, ask: AskDht) -> DhtAddresses:
-        return DhtAddresses(request=ask.request, addresses=tuple(self._dht_addresses())[:64])
+    def dht(self, query: AskDht) -> DhtAddresses:
+        return DhtAddresses(request=query.request, addresses=tuple(self._dht_addresses())[:64])
 
-    def manifest(self, ask: AskManifest) -> ManifestFile:
-        """Raises UnknownModel."""
-        if self._shared_files is None or ask.model != self._shared_files.manifest.digest:
-            has = self._shared_files.manifest.digest[:12] if self._shared_files is not None else "none"
-            raise UnknownModel(f"this peer has no manifest of {ask.model[:12]!r} (it has {has}); ask another")
-        return ManifestFile(request=ask.request, raw=self._shared_files.manifest.to_json())
+    def manifest(self, query: AskManifest) -> ManifestFile:
+        """Raises UnknownModel if this peer serves another model, or none yet."""
+        if self._shared_files is None or query.model != self._shared_files.manifest.digest:
+            known = self._shared_files.manifest.digest[:12] if self._shared_files is not None else "none"
+            raise UnknownModel(f"this peer has no manifest of {query.model[:12]!r} (it has {known}); ask another")
+        return ManifestFile(request=query.request, raw=self._shared_files.manifest.to_json())
 
-    async def topic(self, ask: AskTopic) -> Topic:
-        """Raises DirectoryError where this peer's own directory is out of reach, or not there yet."""
+    async def topic(self, query: AskTopic) -> Topic:
+        """Raises DirectoryError if this peer's directory does not answer, or was not opened yet."""
         if self._directory is None:
-            raise DirectoryError("this peer has just started and knows nobody yet; ask again, or another peer")
+            raise DirectoryError("this peer has just started and has no directory yet; ask again, or another peer")
         try:
             async with asyncio.timeout(_DIRECTORY_TIMEOUT_S):
-                notices = await self._directory.collect(ask.topic)
+                notices = await self._directory.collect(query.topic)
         except TimeoutError as error:
             raise DirectoryError(
                 f"the directory did not answer within {_DIRECTORY_TIMEOUT_S:.0f} s; ask again, or another peer"
             ) from error
         sealed: list[bytes] = []
-        room = _MAX_TOPIC_BYTES
+        bytes_left = _MAX_TOPIC_BYTES
         for notice in notices[:MAX_NOTICES]:
-            room -= len(notice.sealed)
-            if room < 0:
+            bytes_left -= len(notice.sealed)
+            if bytes_left < 0:
                 break
             sealed.append(notice.sealed)
-        return Topic(request=ask.request, notices=tuple(sealed))
+        return Topic(request=query.request, notices=tuple(sealed))
 
-    async def file(self, ask: AskFile) -> FilePiece:
-        """Raises UnknownModel where this peer does not have the file, PeerFailed where its disk fails."""
-        entry = self._by_hash.get(ask.sha256)
+    async def file(self, query: AskFile) -> FilePiece:
+        """Raises UnknownModel if this peer does not have the file, PeerFailed if its disk fails."""
+        entry = self._by_hash.get(query.sha256)
         if entry is None or self._shared_files is None:
-            raise UnknownModel(f"this peer has no file with SHA-256 {ask.sha256[:12]}…; ask another")
+            raise UnknownModel(f"this peer has no file with SHA-256 {query.sha256[:12]}…; ask another")
         path = self._shared_files.package / entry.path
-        length = max(0, min(ask.length, entry.size - ask.offset))
+        length = max(0, min(query.length, entry.size - query.offset))
         try:
-            data = await asyncio.to_thread(_read_piece, path, ask.offset, length)
+            data = await asyncio.to_thread(_read_piece, path, query.offset, length)
         except OSError as error:
             raise PeerFailed(f"this peer cannot read {entry.path} any more: {error.strerror}") from error
         except DamagedFile as error:
             raise PeerFailed(str(error)) from error
-        return FilePiece(request=ask.request, data=data)
+        return FilePiece(request=query.request, data=data)
 
-    async def reach(self, ask: AskReach, remote: str) -> Reach:
-        """Connect to the asker's own IP, which `remote` ("ip:port") says; nobody sends us anywhere else."""
-        address = Address(Address.parse(remote).host, ask.port, ask.peer_id)
+    async def reach(self, query: AskReach, remote: str) -> Reach:
+        """Connect to the caller's own IP, from `remote` ("ip:port"): no query makes this peer connect elsewhere."""
+        address = Address(Address.parse(remote).host, query.port, query.peer_id)
         try:
             stream = await connect(address, self._hello(), timeout=_REACH_TIMEOUT_S)
         except SwarmError as error:
-            return Reach(request=ask.request, address=address.place, problem=str(error))
+            return Reach(request=query.request, address=address.place, problem=str(error))
         await stream.close()
-        return Reach(request=ask.request, address=address.place)
+        return Reach(request=query.request, address=address.place)
 
 
 def _read_piece(path: Path, offset: int, length: int) -> bytes:

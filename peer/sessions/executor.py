@@ -1,7 +1,12 @@
-"""One session's steps, in order: check, compute, deliver.
+"""Takes one session's steps in order: check, compute, deliver.
 
-A lane lives as long as one epoch of a session. Whatever goes wrong in a step is told to the session's
-opener and ends there: other lanes never notice.
+::
+
+    wake ──► _submit_next ──► worker ──► _finish ──► next hop, or opener
+             check the step              send the result, record the step
+
+An executor lives as long as one epoch of its session. A step's error is sent to the session's opener and ends there:
+other sessions are not affected.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ _NO_IDS = np.empty(0, np.int32)
 
 
 class SessionOpener(Protocol):
-    """The connection that opened a session, as its lane sees it."""
+    """The connection that opened a session, as the session's executor sees it."""
 
     def send(self, message: Message, *, at_once: bool = False) -> float: ...
 
@@ -41,13 +46,13 @@ class SessionOpener(Protocol):
     async def drain(self) -> None: ...
 
     def abort(self, error: SwarmError) -> None:
-        """It takes nothing any more: end it."""
+        """End the connection: its other side does not read any more."""
 
 
-def step_of(forward: Forward, session: Session, key: str, *, is_last: bool) -> Step:
-    """The step that `forward` asks for, as far as the session goes; its numbers the engine looks at, off the loop.
+def _step_from(forward: Forward, session: Session, engine_key: str, *, is_last: bool) -> Step:
+    """The engine's step for `forward`, whose position is checked here. The engine checks its numbers, in its thread.
 
-    Raises BadStep, ContextExceeded; the session is as it was then.
+    Raises BadStep, ContextExceeded; the session is unchanged then.
     """
     end = forward.start + len(forward.tokens)
     if forward.start > session.length:
@@ -58,7 +63,7 @@ def step_of(forward: Forward, session: Session, key: str, *, is_last: bool) -> S
     if end > session.max_tokens:
         raise ContextExceeded(f"session {session.name} reserved {session.max_tokens} tokens and the step ends at {end}")
     return Step(
-        session=key,
+        session=engine_key,
         start=forward.start,
         tokens=forward.tokens,
         hidden=forward.hidden,
@@ -67,18 +72,19 @@ def step_of(forward: Forward, session: Session, key: str, *, is_last: bool) -> S
 
 
 @dataclass(frozen=True)
-class _Begun:
-    """A step that was taken: on its way to the device, or what went wrong. It `waited` so many seconds."""
+class _SubmittedStep:
+    """A step that was taken from the queue after `waited_s`: with its job in the worker, or why it has none."""
 
     arrival: Arrival
-    waited: float
-    sent: tuple[Step, StepJob] | Exception
+    waited_s: float
+    job: StepJob | Exception
 
 
 class SessionExecutor:
-    """The steps of `session` in its present epoch, on `engine`, which knows the session as `key`.
+    """The steps of `session` in its present epoch, on `engine`, which knows the session as `engine_key`.
 
-    `is_last`: its span ends with the model, so that tokens come out.
+    `is_last`: its span has the head, and tokens come out. `on_computed` is called after each step, `on_error` for each
+    error, `on_broken` when the session cannot go on.
     """
 
     def __init__(
@@ -87,34 +93,34 @@ class SessionExecutor:
         *,
         opener: SessionOpener,
         engine: Engine,
-        key: str,
+        engine_key: str,
         is_last: bool,
         peer_id: str,
         table: SessionTable,
         worker: Worker,
-        broken: Callable[[Session], None],
-        computed: Callable[[Session, Step, StepOutcome], None],
-        failed: Callable[[SwarmError], None] = lambda _: None,
+        on_broken: Callable[[Session], None],
+        on_computed: Callable[[Session, Step, StepOutcome], None],
+        on_error: Callable[[SwarmError], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.session = session
         self.engine = engine
-        self.key = key
-        self.hop: NextHop | None = None
+        self.engine_key = engine_key
+        self.next_hop: NextHop | None = None
         self._opener = opener
         self._is_last = is_last
         self._peer_id = peer_id
         self._table = table
         self._worker = worker
-        self._broken = broken
-        self._computed = computed
-        self._failed = failed
+        self._on_broken = on_broken
+        self._on_computed = on_computed
+        self._on_error = on_error
         self._clock = clock
-        self._wake = asyncio.Event()
-        self._rests = False
-        self._begun: _Begun | None = None
-        self._last_step = 0
-        self._codec_s = 0.0
+        self._woken = asyncio.Event()
+        self._is_idle = False
+        self._submitted: _SubmittedStep | None = None
+        self._last_sent = 0
+        self._encode_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -122,96 +128,63 @@ class SessionExecutor:
         return self.session.name
 
     def wake(self) -> None:
-        """A step was queued. Where the lane was at rest it is on its way to the device now, before the loop turns."""
-        if self._rests:
-            self._rests = False
-            self._begun = self._begin()
-        self._wake.set()
+        """A step was queued. An idle executor submits it at once, without waiting for its task's turn in the loop."""
+        if self._is_idle:
+            self._is_idle = False
+            self._submitted = self._submit_next()
+        self._woken.set()
 
-    def set_next_hop(self, hop: NextHop | None) -> None:
-        """Where hidden states go from now on; None: back to the opener."""
-        if self.hop is not None and self.hop is not hop:
-            self.hop.detach(self)
-        self.hop = hop
+    def set_next_hop(self, next_hop: NextHop | None) -> None:
+        """Send hidden states to `next_hop` from now on; None: back to the opener."""
+        if self.next_hop is not None and self.next_hop is not next_hop:
+            self.next_hop.detach(self)
+        self.next_hop = next_hop
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name=f"lane of {self.name}")
+        self._task = asyncio.create_task(self._run(), name=f"session {self.name}")
 
     def stop(self) -> None:
-        """Drop what waits and what runs, and let go of the way onward. Idempotent."""
+        """Drop the waiting and the running steps, and detach from the next hop. Idempotent."""
         self.set_next_hop(None)
         if self._task is not None:
             self._task.cancel()
-        if self._begun is not None:
-            if not isinstance(self._begun.sent, Exception):
-                self._begun.sent[1].drop()
+        if self._submitted is not None:
+            if isinstance(self._submitted.job, StepJob):
+                self._submitted.job.drop()
             self._table.finish(self.session, length=None)
 
     async def _run(self) -> None:
         while True:
-            begun, self._begun = self._begun or self._begin(), None
-            if begun is None:
-                self._wake.clear()
-                self._rests = True
-                await self._wake.wait()
+            submitted, self._submitted = self._submitted or self._submit_next(), None
+            if submitted is None:
+                self._woken.clear()
+                self._is_idle = True
+                await self._woken.wait()
                 continue
             try:
-                await self._serve(begun)
-            except Exception as error:  # a client that waits for ever would be worse
-                _log.exception("session %s: a step failed in a way that nobody foresaw", self.name)
+                await self._finish(submitted)
+            except Exception as error:  # a bug: without a Failure the client would wait for ever
+                _log.exception("session %s: unexpected error in a step", self.name)
                 bug = PeerFailed(f"a bug of this peer: {type(error).__name__}: {error}")
-                self._tell(bug, step=begun.arrival.forward.step)
-                self._broken(self.session)
+                self._send_failure(bug, step=submitted.arrival.forward.step)
+                self._on_broken(self.session)
 
-    def hop_failed(self, error: SwarmError, failure: Failure | None) -> None:
-        """As `onward.NextHopUser` says: pass it on to the opener, naming the hop that it is about."""
-        hop = self.hop
-        if failure is not None and failure.epoch != self.session.epoch:
-            return
-        if failure is None:
-            self.set_next_hop(None)
-        peer = hop.peer_id if hop is not None else ""
-        step = failure.step if failure is not None else self._last_step
-        self._tell(error, step=step, peer=(failure.peer if failure is not None else "") or peer)
+    # -- before the device
 
-    def _begin(self) -> _Begun | None:
-        """The next step; None where none waits."""
-        arrival = self._table.take(self.session)
+    def _submit_next(self) -> _SubmittedStep | None:
+        """Check the next waiting step and submit it to the worker; None if none waits."""
+        arrival = self._table.start_next(self.session)
         if arrival is None:
             return None
-        waited = self._clock() - arrival.at
+        waited_s = self._clock() - arrival.at
         try:
-            step = step_of(arrival.forward, self.session, self.key, is_last=self._is_last)
-            return _Begun(arrival, waited, (step, self._submit(arrival.forward, step)))
-        except Exception as error:  # `_run` tells it, a bug too
-            return _Begun(arrival, waited, error)
+            return _SubmittedStep(arrival, waited_s, self._submit(arrival.forward))
+        except Exception as error:  # raised again in `_finish`, which sends it to the opener
+            return _SubmittedStep(arrival, waited_s, error)
 
-    async def _serve(self, begun: _Begun) -> None:
-        forward = begun.arrival.forward
-        length = None
-        try:
-            if isinstance(begun.sent, Exception):
-                raise begun.sent
-            step, job = begun.sent
-            outcome = await self._worker.outcome(job)
-            length = step.end
-            hop = None if self._is_last else self.hop
-            is_void = self._table.is_void(self.session, forward)
-            is_sent = not is_void and self._send(begun, outcome, hop)  # first: the rest is done while it travels
-            self.session.remember(forward)
-            self._computed(self.session, step, outcome)
-        except SwarmError as error:
-            self._tell(error, step=forward.step)
-            if isinstance(error, PeerFailed):
-                self._broken(self.session)  # what its cache holds now, nobody knows
-            return
-        finally:
-            self._table.finish(self.session, length=length)
-        if is_sent:
-            await self._drain(forward, hop)
-
-    def _submit(self, forward: Forward, step: Step) -> StepJob:
+    def _submit(self, forward: Forward) -> StepJob:
         session, history = self.session, _NO_IDS
+        step = _step_from(forward, session, self.engine_key, is_last=self._is_last)
         if self._is_last and forward.sampling.looks_back:
             history = np.concatenate([session.history[: step.start], step.tokens])
         return self._worker.submit(
@@ -224,17 +197,43 @@ class SessionExecutor:
             hops=session.hops,
         )
 
-    def _send(self, begun: _Begun, outcome: StepOutcome, hop: NextHop | None) -> bool:
-        """Onward to `hop`, or to the opener. Whether it went."""
-        forward, session = begun.arrival.forward, self.session
+    # -- after the device
+
+    async def _finish(self, submitted: _SubmittedStep) -> None:
+        """Wait for the step's result, send it, record the step."""
+        forward, job = submitted.arrival.forward, submitted.job
+        length = None
+        try:
+            if isinstance(job, Exception):
+                raise job
+            outcome = await self._worker.outcome(job)
+            length = job.step.end
+            next_hop = None if self._is_last else self.next_hop
+            is_void = self._table.is_void(self.session, forward)
+            is_sent = not is_void and self._send(submitted, outcome, next_hop)  # first: the rest runs while it travels
+            self.session.write_history(forward)
+            self._on_computed(self.session, job.step, outcome)
+        except SwarmError as error:
+            self._send_failure(error, step=forward.step)
+            if isinstance(error, PeerFailed):
+                self._on_broken(self.session)  # the state of its cache is unknown now
+            return
+        finally:
+            self._table.finish(self.session, length=length)
+        if is_sent:
+            await self._drain(forward, next_hop)
+
+    def _send(self, submitted: _SubmittedStep, outcome: StepOutcome, next_hop: NextHop | None) -> bool:
+        """Send the result to `next_hop`, or to the opener. Whether it was sent."""
+        forward, session = submitted.arrival.forward, self.session
         session.sent += 1
-        self._last_step = forward.step
-        trace = (*forward.trace, self._trace(begun, outcome))
+        self._last_sent = forward.step
+        trace = (*forward.trace, self._trace(submitted, outcome))
         try:
             message: Message
             if self._is_last:
                 message = _output(forward, outcome.choices, trace)
-            elif hop is not None:
+            elif next_hop is not None:
                 message = forward.onward(outcome.hidden, session.dtype, trace)
             else:
                 message = Output(
@@ -246,43 +245,56 @@ class SessionExecutor:
                     dtype=session.dtype,
                     trace=trace,
                 )
-            taker = self._opener if hop is None else hop
-            self._codec_s = taker.send(message, at_once=outcome.batch == 1)
+            receiver = self._opener if next_hop is None else next_hop
+            self._encode_s = receiver.send(message, at_once=outcome.batch == 1)
         except SwarmError as error:
-            self._not_delivered(error, forward, hop)
+            self._on_send_failed(error, forward, next_hop)
             return False
         return True
 
-    async def _drain(self, forward: Forward, hop: NextHop | None) -> None:
-        """Wait while the side that it went to takes no more."""
+    async def _drain(self, forward: Forward, next_hop: NextHop | None) -> None:
+        """Wait until the receiver takes more."""
         try:
-            await (self._opener if hop is None else hop).drain()
+            await (self._opener if next_hop is None else next_hop).drain()
         except SwarmError as error:
-            self._not_delivered(error, forward, hop)
+            self._on_send_failed(error, forward, next_hop)
 
-    def _not_delivered(self, error: SwarmError, forward: Forward, hop: NextHop | None) -> None:
-        if isinstance(error, LocalProtocolError):
-            self._tell(error, step=forward.step)  # this peer's own: f16 cannot hold it, or it is too large
-        elif hop is not None:
-            self._tell(hop.fault(error), step=forward.step, peer=hop.peer_id)
-        elif isinstance(error, PeerStalled):
-            self._opener.abort(error)
-        elif not isinstance(error, PeerLost):  # its end is on its way to the server, which closes the session
-            self._tell(error, step=forward.step)
-
-    def _trace(self, begun: _Begun, outcome: StepOutcome) -> HopTrace:
-        """What encoding takes is known only when it is done: the step before stands for this one."""
+    def _trace(self, submitted: _SubmittedStep, outcome: StepOutcome) -> HopTrace:
+        """The encoding time is that of the step before: this step's is unknown until the trace is encoded."""
         return HopTrace(
             peer=self._peer_id,
-            queue_s=begun.waited + outcome.queue_s,
+            queue_s=submitted.waited_s + outcome.queue_s,
             compute_s=outcome.compute_s,
-            codec_s=self._codec_s,
-            received_at=begun.arrival.at,
+            codec_s=self._encode_s,
+            received_at=submitted.arrival.at,
             sent_at=self._clock(),
         )
 
-    def _tell(self, error: SwarmError, *, step: int, peer: str = "") -> None:
-        self._failed(error)
+    # -- failures
+
+    def on_hop_failed(self, error: SwarmError, failure: Failure | None) -> None:
+        """Report it to the opener, with the peer that it is about; see `NextHopUser`."""
+        next_hop = self.next_hop
+        if failure is not None and failure.epoch != self.session.epoch:
+            return
+        if failure is None:
+            self.set_next_hop(None)
+        peer = next_hop.peer_id if next_hop is not None else ""
+        step = failure.step if failure is not None else self._last_sent
+        self._send_failure(error, step=step, peer=(failure.peer if failure is not None else "") or peer)
+
+    def _on_send_failed(self, error: SwarmError, forward: Forward, next_hop: NextHop | None) -> None:
+        if isinstance(error, LocalProtocolError):
+            self._send_failure(error, step=forward.step)  # this peer's own: f16 cannot hold it, or it is too large
+        elif next_hop is not None:
+            self._send_failure(next_hop.to_peer_error(error), step=forward.step, peer=next_hop.peer_id)
+        elif isinstance(error, PeerStalled):
+            self._opener.abort(error)
+        elif not isinstance(error, PeerLost):  # the server sees the loss too, and closes the session
+            self._send_failure(error, step=forward.step)
+
+    def _send_failure(self, error: SwarmError, *, step: int, peer: str = "") -> None:
+        self._on_error(error)
         session = self.session
         failure = error_to_failure(error, session=session.name, epoch=session.epoch, step=step)
         if peer and failure.peer != peer:
@@ -291,11 +303,11 @@ class SessionExecutor:
 
 
 def _output(forward: Forward, choices: tuple[Choice, ...], trace: tuple[HopTrace, ...]) -> Output:
-    wanted = forward.sampling.logprobs
+    top_count = forward.sampling.logprobs
     logprobs = top_ids = top_logprobs = logits = None
-    if wanted is not None:
+    if top_count is not None:
         logprobs = np.array([choice.logprob for choice in choices], np.float32)
-    if wanted and choices:  # a piece of a prompt asks for none
+    if top_count and choices:  # a chunk of a prompt has no choices
         pairs = np.array([choice.top for choice in choices], np.float64).reshape(len(choices), -1, 2)
         top_ids, top_logprobs = pairs[..., 0].astype(np.int32), pairs[..., 1].astype(np.float32)
     if forward.sampling.logits and choices:

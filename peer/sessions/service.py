@@ -1,7 +1,14 @@
-"""Serving a span: sessions from their opening to their end.
+"""Serves a span: its sessions from their opening to their end.
 
-Everything of a session is in three places: the table (its reservation), its lane (its steps), the engine
-(its cache). They are filled and emptied here, in that order and its reverse.
+::
+
+    open ────────► SessionTable.admit ──► Segments.lease ──► engine.open (in the worker) ──► SessionExecutor
+    link ────────► NextHops.connect ──► the executor's next hop
+    forward ─────► SessionTable.enqueue ──► SessionExecutor.wake ──► Worker ──► next hop, or opener
+    close, expiry, end of a connection ──► SessionTable ──► SessionExecutor.stop ──► engine.close (in the worker)
+
+A session's state is in three places: the table (its reservation and waiting steps), its executor (the running step),
+the engine (its cache). The table is the first to take a session and the first to drop it.
 """
 
 from __future__ import annotations
@@ -56,11 +63,11 @@ OnStep = Callable[[Step, StepOutcome], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """What is served. `attends_to` as in `records.PeerRecord`; `entries` and `builder` let routes enter inside the
-    span (see `segments`).
+    """A loaded span, ready to serve. `kind` is the engine's name, `attends_to` as in `records.PeerRecord`.
 
-    `room` is where the engines have their caches, if those are paged; else each session has one of its own.
-    `shares`: sessions may begin with what others have left there. `kind` is the engine's name.
+    `room` holds the caches of paged engines; None: each session has a cache of its own.
+    `shares`: new sessions may adopt cached prefixes from there.
+    `entries` and `builder` let routes enter inside the span, see `segments`.
     """
 
     manifest: Manifest
@@ -76,7 +83,7 @@ class Serving:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """How busy a peer is, for its record, with times and `kv_free` as there; times None where not measured yet."""
+    """How busy a peer is, for its record; fields as there. Times are None until steps were measured."""
 
     kv_free: int
     kv_total: int
@@ -89,7 +96,10 @@ class Load:
 
 
 class SpanService:
-    """All sessions on one span. Belongs to one event loop, from `start` to `close`."""
+    """All sessions on one span. Belongs to one event loop, from `start` to `close`.
+
+    `on_failed` is called if the device fails on a step of the peer's own.
+    """
 
     def __init__(
         self,
@@ -108,31 +118,23 @@ class SpanService:
         self._clock = clock
         self._manifest = manifest
         # the largest step: an id of 4 bytes and a hidden state in f32 for each token
-        self._step_bytes = MAX_STEP_TOKENS * 4 * (1 + manifest.hidden_size)
+        self._max_step_bytes = MAX_STEP_TOKENS * 4 * (1 + manifest.hidden_size)
         self._table = SessionTable(serving.limits, context_length=manifest.context_length, clock=clock)
         self._schedule: Scheduler[Any] = SerialScheduler() if serving.room is None else BatchScheduler(serving.room)
-        self._worker = Worker(self._schedule, on_failed=self._suspect, clock=clock)
+        self._worker = Worker(self._schedule, on_failed=self._on_device_failures, clock=clock)
         self._segments = Segments(serving.engine, entries=serving.entries, builder=serving.builder, clock=clock)
         self._next_hops = NextHops(hello, clock=clock)
-        self._pace = LayerTime()
+        self._layer_time = LayerTime()
         self._throughput = Throughput()
-        self._kind = serving.kind
-        self._room = serving.room
+        self._engine_kind = serving.kind
+        self._block_tables = serving.room
         self._shares = serving.shares
         self._executors: dict[str, SessionExecutor] = {}
-        self._keys = itertools.count()
+        self._engine_key_numbers = itertools.count()
         self._leaving = False
-        self._empty = asyncio.Event()
-        self._empty.set()
-        self._probe: asyncio.Task[None] | None = None
-
-    @property
-    def span(self) -> LayerRange:
-        return self._segments.whole.span
-
-    @property
-    def entries(self) -> tuple[int, ...]:
-        return self._segments.entries
+        self._no_sessions = asyncio.Event()
+        self._no_sessions.set()
+        self._device_check: asyncio.Task[None] | None = None
 
     @property
     def preempted(self) -> int:
@@ -141,24 +143,24 @@ class SpanService:
 
     def load(self) -> Load:
         return Load(
-            kv_free=self._table.longest,
+            kv_free=self._table.max_admissible,
             kv_total=self._table.kv_total,
             sessions=len(self._table),
-            queue=self._table.waiting,
+            queue=self._table.steps,
             state=LEAVING if self._leaving else SERVING,
-            layer_time_s=self._pace.layer_time_s,
-            prefill_time_s=self._pace.prefill_time_s,
+            layer_time_s=self._layer_time.layer_time_s,
+            prefill_time_s=self._layer_time.prefill_time_s,
             work=PeerLoad(
-                engine=self._kind,
+                engine=self._engine_kind,
                 batch=self._throughput.batch,
                 tokens_per_s=self._throughput.tokens_per_s,
-                blocks=self._room.pool.count if self._room is not None else 0,
-                blocks_used=self._room.pool.used if self._room is not None else 0,
+                blocks=self._block_tables.pool.count if self._block_tables is not None else 0,
+                blocks_used=self._block_tables.pool.used if self._block_tables is not None else 0,
             ),
         )
 
     def watched_by(self, *, on_step: OnStep, on_error: Callable[[SwarmError], None]) -> None:
-        """`on_step` hears of every step that is computed from now on, `on_error` of every one that is not."""
+        """From now on call `on_step` after each computed step, and `on_error` for each error of a step."""
         self._on_step, self._on_error = on_step, on_error
 
     def start(self) -> None:
@@ -166,33 +168,34 @@ class SpanService:
 
     # -- messages
 
-    def open(self, connection: Connection, ask: OpenSession) -> Coroutine[Any, Any, SessionOpened]:
-        """Reserve at once; the rest is what is returned. A close that comes meanwhile closes it.
+    def open(self, connection: Connection, message: OpenSession) -> Coroutine[Any, Any, SessionOpened]:
+        """Reserve the session now; the coroutine opens it. A close that arrives in between takes effect.
 
         Raises PeerLeaving, PeerBusy, ContextExceeded, PeerFailed, BadStep; nothing is left behind then.
         """
         if self._leaving:
             raise PeerLeaving("this peer is leaving the swarm; open the session on another")
-        layers = LayerRange(ask.first, ask.last)
+        layers = LayerRange(message.first, message.last)
         self._segments.check(layers)
-        session = self._table.admit(connection, ask)
-        connection.allow_payload(self._step_bytes)
-        self._empty.clear()
-        self._stop_lane(session.name)  # the epoch before, if there was one
-        return self._open(connection, ask, session)
+        session = self._table.admit(connection, message)
+        connection.allow_payload(self._max_step_bytes)
+        self._no_sessions.clear()
+        self._stop_executor(session.name)  # of the epoch before
+        return self._open(connection, message, session)
 
-    async def _open(self, connection: Connection, ask: OpenSession, session: Session) -> SessionOpened:
-        key = f"{session.name}/{next(self._keys)}"
+    async def _open(self, connection: Connection, message: OpenSession, session: Session) -> SessionOpened:
+        engine_key = f"{session.name}/{next(self._engine_key_numbers)}"
         engine: Engine | None = None
         try:
             engine = await self._segments.lease(session.span)
-            self._check_open(session)
-            held = await self._worker.call(functools.partial(self._begin, engine, key, session, ask.prefix))
-            self._check_open(session)
+            self._check_still_open(session)
+            opening = functools.partial(self._open_in_engine, engine, engine_key, session, message.prefix)
+            cached = await self._worker.call(opening)
+            self._check_still_open(session)
         except BaseException as error:
             self._drop(session)
             if engine is not None:
-                self._free(engine, key)
+                self._close_in_engine(engine, engine_key)
             if isinstance(error, EngineError):
                 raise PeerFailed(f"this peer cannot open a session: {error}") from error
             raise
@@ -200,14 +203,14 @@ class SpanService:
             session,
             opener=connection,
             engine=engine,
-            key=key,
+            engine_key=engine_key,
             is_last=session.span.last == len(self._manifest.layers),
             peer_id=self._peer_id,
             table=self._table,
             worker=self._worker,
-            broken=self._drop,
-            computed=self._pace_of,
-            failed=lambda error: self._on_error(error),
+            on_broken=self._drop,
+            on_computed=self._on_computed,
+            on_error=lambda error: self._on_error(error),
             clock=self._clock,
         )
         self._executors[session.name] = executor
@@ -216,46 +219,48 @@ class SpanService:
             "session %s opened by %s: layers %s, %d tokens, epoch %d",
             *(session.name, connection.remote, session.span, session.max_tokens, session.epoch),
         )
-        return SessionOpened(request=ask.request, kv_free=self._table.kv_free, held=held)
+        return SessionOpened(request=message.request, kv_free=self._table.kv_free, held=cached)
 
-    def _begin(self, engine: Engine, key: str, session: Session, prefix: bytes) -> int:
-        """In the worker's thread: a session in the engine; how many tokens of its prefix are there already."""
-        engine.open(key, session.max_tokens)
+    def _open_in_engine(self, engine: Engine, engine_key: str, session: Session, prefix: bytes) -> int:
+        """In the worker's thread: open the session and adopt its cached prefix. Returns how many tokens that has."""
+        engine.open(engine_key, session.max_tokens)
         opener, opened_at = session.opener, session.opened_at
-        self._schedule.opened(key, client=opener, engine=engine, opened_at=opened_at, now=self._clock())
-        if self._room is None or not self._shares:
+        self._schedule.add_session(engine_key, client=opener, engine=engine, opened_at=opened_at, now=self._clock())
+        if self._block_tables is None or not self._shares:
             return 0
-        ids = self._room.adopt(key, prefix, tag=f"{session.span} {engine.numerics}".encode())
+        ids = self._block_tables.adopt(engine_key, prefix, tag=f"{session.span} {engine.numerics}".encode())
         session.history[: len(ids)] = ids
         session.length = len(ids)
         return len(ids)
 
-    async def link(self, connection: Connection, ask: Link) -> Linked:
-        """Raises UnknownSession, BadStep, PeerUnreachable, and what the next hop says to `Attach`."""
-        self._table.find(ask.session, epoch=ask.epoch, opener=connection)
-        executor = self._executor(ask.session)
+    async def link(self, connection: Connection, message: Link) -> Linked:
+        """Raises UnknownSession, BadStep, PeerUnreachable, and what `NextHop.attach` raises."""
+        self._table.find(message.session, epoch=message.epoch, opener=connection)
+        executor = self._executors.get(message.session)
+        if executor is None:
+            raise UnknownSession(f"session {message.session} is still being opened here; wait for the answer first")
         executor.set_next_hop(None)
-        if ask.addresses:
-            if not ask.peer_id:
-                raise BadStep(f"the link of session {ask.session} names no peer id; nobody unknown gets its steps")
-            hop = await self._next_hops.reach(ask)
-            await hop.attach(executor, ask)
-            if self._executors.get(ask.session) is not executor:
-                hop.detach(executor)
-                raise UnknownSession(f"session {ask.session} was closed while it was being linked")
-            executor.set_next_hop(hop)
-        return Linked(request=ask.request)
+        if message.addresses:
+            if not message.peer_id:
+                raise BadStep(f"the link of session {message.session} names no peer id; send the next hop's id with it")
+            next_hop = await self._next_hops.connect(message)
+            await next_hop.attach(executor, message)
+            if self._executors.get(message.session) is not executor:
+                next_hop.detach(executor)
+                raise UnknownSession(f"session {message.session} was closed while it was being linked")
+            executor.set_next_hop(next_hop)
+        return Linked(request=message.request)
 
-    def attach(self, connection: Connection, ask: Attach) -> Attached:
+    def attach(self, connection: Connection, message: Attach) -> Attached:
         """Raises UnknownSession."""
-        self._table.attach(connection, ask)
-        connection.allow_payload(self._step_bytes)
-        return Attached(request=ask.request)
+        self._table.attach(connection, message)
+        connection.allow_payload(self._max_step_bytes)
+        return Attached(request=message.request)
 
     def forward(self, connection: Connection, forward: Forward) -> None:
-        """Queue a step. What is wrong is told to whoever sent it."""
+        """Queue a step. If it is refused, its sender gets a Failure."""
         try:
-            session = self._table.accept(connection, forward)
+            session = self._table.enqueue(connection, forward)
         except SwarmError as error:
             self._on_error(error)
             connection.send(error_to_failure(error, session=forward.session, epoch=forward.epoch, step=forward.step))
@@ -264,118 +269,112 @@ class SpanService:
         if session is not None and executor is not None:
             executor.wake()
 
-    def close_session(self, connection: Connection, ask: CloseSession) -> SessionClosed:
-        session = self._table.close(connection, ask.session)
+    def close_session(self, connection: Connection, message: CloseSession) -> SessionClosed:
+        session = self._table.close(connection, message.session)
         if session is not None:
-            self._ended(session, "closed")
-        return SessionClosed(request=ask.request)
+            self._clean_up(session, "closed")
+        return SessionClosed(request=message.request)
 
     def progress(self, connection: Connection, name: str) -> tuple[int, int, int]:
-        """Steps received, computed and sent in the session's epoch, for who opened it; zeros for others."""
+        """Steps received, computed and sent in the session's epoch; zeros if `connection` is not its opener."""
         try:
             session = self._table.find(name, opener=connection)
         except UnknownSession:
             return 0, 0, 0
         return session.received, session.computed, session.sent
 
-    def serves(self, connection: Connection) -> bool:
-        """It has opened a session that is still there, or brings the steps of one."""
-        return self._table.knows(connection)
+    def has_session(self, connection: Connection) -> bool:
+        """Whether it opened a session that is still open, or is attached to one."""
+        return self._table.has_session(connection)
 
     # -- ends
 
-    def lost(self, connection: Connection) -> None:
-        """The connection ended: so do its sessions, at once."""
-        for session in self._table.lose(connection):
-            self._ended(session, "its opener is gone")
+    def on_connection_lost(self, connection: Connection) -> None:
+        """End the connection's sessions at once."""
+        for session in self._table.drop_connection(connection):
+            self._clean_up(session, "its opener's connection ended")
 
     async def sweep(self) -> None:
-        """Give up what nobody used for a while. To be called every now and then."""
-        self._throughput.sample(self._worker.done, self._clock())
+        """Close sessions, next hops and segments that were unused for long. To be called regularly."""
+        self._throughput.sample(self._worker.counters, self._clock())
         for session in self._table.expire():
-            self._ended(session, "expired")
+            self._clean_up(session, "expired")
         await self._next_hops.sweep()
         unused = self._segments.sweep()
         if unused:
-            await asyncio.to_thread(unused.clear)  # freeing a graph takes its time
+            await asyncio.to_thread(unused.clear)  # freeing a graph takes long
 
     async def leave(self, grace_s: float) -> None:
-        """Take no more sessions, ask the openers to move theirs, and wait until they did or `grace_s` is over."""
+        """Admit no more sessions, ask the openers to move theirs, wait up to `grace_s` until they have."""
         self._leaving = True
         for opener in self._table.openers():
             if isinstance(opener, Connection):
                 opener.try_send(Leaving(grace_s=grace_s))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self._empty.wait()
+                await self._no_sessions.wait()
 
     async def close(self) -> None:
-        """End all sessions, the ways onward and the worker's thread. Idempotent."""
+        """End all sessions, the connections to next hops, and the worker's thread. Idempotent."""
         self._leaving = True
         for session in self._table.sessions():
             self._drop(session)
-        if self._probe is not None:
-            self._probe.cancel()
+        if self._device_check is not None:
+            self._device_check.cancel()
         await self._next_hops.close()
         await self._segments.close()
         await self._worker.close()
 
     def _drop(self, session: Session) -> None:
         if self._table.drop(session):
-            self._ended(session, "dropped")
+            self._clean_up(session, "dropped")
 
-    def _ended(self, session: Session, reason: str) -> None:
-        """The table has let go of it; now the rest."""
-        self._stop_lane(session.name)
+    def _clean_up(self, session: Session, reason: str) -> None:
+        """Remove what is left of a session that the table has dropped."""
+        self._stop_executor(session.name)
         if not len(self._table):
-            self._empty.set()
+            self._no_sessions.set()
         _log.info("session %s: %s after %d steps", session.name, reason, session.computed)
 
-    def _stop_lane(self, name: str) -> None:
+    def _stop_executor(self, name: str) -> None:
         executor = self._executors.pop(name, None)
         if executor is not None:
             executor.stop()
-            self._free(executor.engine, executor.key)
+            self._close_in_engine(executor.engine, executor.engine_key)
 
-    def _free(self, engine: Engine, key: str) -> None:
-        """In the worker's turn: what runs for the session ends first, what opens later finds the room."""
-        self._worker.end(engine, key)
+    def _close_in_engine(self, engine: Engine, engine_key: str) -> None:
+        """After the running round: it may still use the cache. Sessions that open later find the memory free."""
+        self._worker.close_session(engine, engine_key)
         self._segments.release(engine)
 
-    def _check_open(self, session: Session) -> None:
+    def _check_still_open(self, session: Session) -> None:
         if session not in self._table:
             raise UnknownSession(f"session {session.name} was closed while it was being opened")
 
-    def _executor(self, name: str) -> SessionExecutor:
-        executor = self._executors.get(name)
-        if executor is None:
-            raise UnknownSession(f"session {name} is still being opened here; wait for the answer first")
-        return executor
-
     # -- the device
 
-    def _pace_of(self, session: Session, step: Step, outcome: StepOutcome) -> None:
-        self._pace.note(layers=len(session.span), tokens=len(step.tokens), seconds=outcome.compute_s)
+    def _on_computed(self, session: Session, step: Step, outcome: StepOutcome) -> None:
+        self._layer_time.record(layers=len(session.span), tokens=len(step.tokens), seconds=outcome.compute_s)
         self._on_step(step, outcome)
 
-    def _suspect(self, error: SwarmError) -> None:
-        """Steps failed several times in a row. A step of our own tells whether it is the device, or the steps."""
-        if self._probe is None or self._probe.done():
-            _log.warning("steps fail one after another: %s", error)
-            self._probe = asyncio.create_task(self._try_device(), name="try the device")
+    def _on_device_failures(self, error: SwarmError) -> None:
+        """Several steps in a row failed. A step of the peer's own shows whether the device is at fault or the steps."""
+        if self._device_check is None or self._device_check.done():
+            _log.warning("several steps in a row failed, checking the device; the last error: %s", error)
+            self._device_check = asyncio.create_task(self._check_device(), name="device check")
 
-    async def _try_device(self) -> None:
+    async def _check_device(self) -> None:
         try:
-            await self._worker.call(functools.partial(_try_engine, self._segments.whole, self._manifest))
+            await self._worker.call(functools.partial(_run_check_step, self._segments.whole, self._manifest))
         except SwarmError as error:
-            _log.error("the device fails on a step of our own too: %s", error)
+            _log.error("the device fails on this peer's own step too: %s", error)
             self._leaving = True
             self._on_failed(error)
 
 
-def _try_engine(engine: Engine, manifest: Manifest) -> None:
-    """One step that cannot be at fault. Raises EngineError."""
-    key, span = "a step of our own", engine.span
+def _run_check_step(engine: Engine, manifest: Manifest) -> None:
+    """Compute one correct step. Raises EngineError."""
+    key, span = "device check", engine.span
     hidden = None if span.first == 0 else np.full((1, manifest.hidden_size), 0.01, np.float32)
     rows = int(span.last == len(manifest.layers))
     engine.open(key, 1)
@@ -383,5 +382,5 @@ def _try_engine(engine: Engine, manifest: Manifest) -> None:
         (result,) = engine.forward([Step(session=key, start=0, tokens=np.zeros(1, np.int32), hidden=hidden, rows=rows)])
     finally:
         engine.close(key)
-    if isinstance(result, SwarmError) and not isinstance(result, PeerBusy):  # no block is free: the device is not asked
+    if isinstance(result, SwarmError) and not isinstance(result, PeerBusy):  # PeerBusy: no free block, so no inference
         raise EngineError(f"{result}") from result

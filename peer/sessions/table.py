@@ -1,31 +1,31 @@
-"""The table of a peer's sessions: who holds how much KV cache, and whose steps are taken.
+"""The table of a peer's sessions: how much KV cache each reserves, and which connections may send its steps.
 
 ::
 
-    event                       before        after     effect
-    ──────────────────────────  ────────────  ────────  ─────────────────────────────────────────────
-    admit, new name             —             open      reserves max_tokens, or PeerBusy
-    admit, by its opener        open          open      next epoch: cache and steps forgotten, the
-                                                        reservation kept or changed, nobody attached
-    admit, by anybody else      open          open      PeerBusy
-    attach with the secret      open          open      that connection too may bring steps
-    accept a step               open          open      queued; an earlier epoch's is dropped, and so are
-                                                        the steps that wait and that it makes void
+    event                            before  after   effect
+    ───────────────────────────────  ──────  ──────  ──────────────────────────────────────────────────
+    admit, new name                  —       open    max_tokens are reserved, or PeerBusy
+    admit, by its opener             open    open    next epoch: cache and steps are forgotten, the
+                                                     reservation is kept or changed, none is attached
+    admit, by another connection     open    open    PeerBusy
+    attach with the secret           open    open    that connection too may send steps
+    enqueue a step                   open    open    the step waits; the waiting steps that it makes void
+                                                     are dropped. Of an earlier epoch: it is dropped itself
     close by its opener, expiry,
-    loss of the opener          open          —         everything given back, exactly once
-    loss of who is attached     open          open      nobody attached
+    end of the opener's connection   open    —       everything is given back, exactly once
+    end of an attached connection    open    open    none is attached
 
-A step is *void* once a later one of its session starts where it starts, or before: whatever it would cache is
-forgotten by that one, and by sending it the client has said that it wants the answer no more. Chunks of a prompt and
-windows of drafts follow each other, so none of them is void until a draft was wrong.
+A waiting step is *void* once a later step of its session starts at its start or before it: the later step forgets what
+it would cache, and its client no longer wants its answer. Chunks of a prompt and windows of drafts follow each other,
+so none of them is void until a draft was wrong.
 
-What a session *reserves* is its `max_tokens` where its cache cannot be taken from it. Where it can (`limits.reserves`
-is False), that would leave most of the memory unused, for few texts end where they might: it is the share of that which
-sessions took lately, with a quarter added, and at least what it has and a block more; nothing once it has paused for
-half a minute, as whoever comes may have its blocks. Should they all need more than that after all, the youngest are
-told to begin again (`schedule`); nobody is turned out.
+A session *reserves* its `max_tokens` if its cache cannot be evicted. If it can (`limits.reserves` is False), that would
+leave most of the memory unused, for few texts become as long as they may. Such a session reserves the share of its
+`max_tokens` that sessions used lately, plus a quarter, and at least its cached tokens and one block. While it is paused
+(without a step for half a minute) it reserves nothing, for others may evict it. If sessions need more than that after
+all, the scheduler evicts the youngest (`peer/batching/scheduler.py`). All of them stay open.
 
-No I/O and no clock of its own. A *connection* is any hashable that stands for one.
+No I/O, and the clock is a parameter. A *connection* is any hashable that identifies one.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from swarm.errors import BadStep, ContextExceeded, PeerBusy, UnknownSession
 from swarm.model.spans import LayerRange
 from swarm.wire.messages import Attach, Forward, OpenSession
 
-_SOONEST_RETRY_S = 1.0
-_TYPICAL_S = 30.0
-_LIFETIME_WEIGHT = 0.1
-_TYPICAL_SHARE = 0.4
-_MARGIN = 1.25
-_NEXT_BLOCK = 32
-_PAUSE_S = 30.0
+_MIN_RETRY_S = 1.0
+_INITIAL_LIFETIME_S = 30.0
+_INITIAL_USED_SHARE = 0.4
+_AVERAGE_WEIGHT = 0.1
+_SHARE_MARGIN = 1.25
+_BLOCK_TOKENS = 32
+_PAUSED_AFTER_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A step that waits, and when it came (the table's clock)."""
+    """A waiting step, and when it arrived (the table's clock)."""
 
     forward: Forward
     at: float
@@ -69,8 +69,8 @@ class Arrival:
 class Session:
     """One client's KV cache over `span` on this peer, one of the `hops` of its route.
 
-    `history` [max_tokens] int32 holds the ids of the `length` positions that are cached. `received`, `computed` and
-    `sent` (onward, or as an answer) count the steps of this epoch; one that failed or was void counts as computed.
+    `history` [max_tokens] int32 holds the ids of the `length` cached positions. `received`, `computed` and `sent` (to
+    the next hop, or as an answer) count the steps of this epoch; failed and void steps count as computed.
     """
 
     name: str
@@ -82,26 +82,24 @@ class Session:
     dtype: str
     hops: int
     opened_at: float
-    touched_at: float
+    used_at: float
     history: NDArray[np.int32]
     attached: Hashable | None = None
     length: int = 0
     received: int = 0
     computed: int = 0
     sent: int = 0
-    waiting: deque[Arrival] = field(default_factory=deque)
-    waiting_bytes: int = 0
+    queue: deque[Arrival] = field(default_factory=deque)
+    queued_bytes: int = 0
     running: bool = False
 
-    def remember(self, forward: Forward) -> NDArray[np.int32]:
-        """Write the step's ids over what was known from `start` on; all ids up to its end, a view."""
-        end = forward.start + len(forward.tokens)
-        self.history[forward.start : end] = forward.tokens
-        return self.history[:end]
+    def write_history(self, forward: Forward) -> None:
+        """Write the step's ids over those from `start` on."""
+        self.history[forward.start : forward.start + len(forward.tokens)] = forward.tokens
 
 
 class SessionTable:
-    """Every change of a session happens here; the caller acts on what it returns."""
+    """Every change of a session happens here; the caller acts on the result."""
 
     def __init__(self, limits: SessionLimits, *, context_length: int, clock: Callable[[], float]) -> None:
         self._limits = limits
@@ -109,9 +107,9 @@ class SessionTable:
         self._clock = clock
         self._sessions: dict[str, Session] = {}
         self._per_connection: Counter[Hashable] = Counter()
-        self._share_taken = _TYPICAL_SHARE
+        self._used_share = _INITIAL_USED_SHARE
+        self._lifetime_s = _INITIAL_LIFETIME_S
         self._queued_bytes = 0
-        self._lifetime_s = _TYPICAL_S
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -125,24 +123,24 @@ class SessionTable:
 
     @property
     def kv_free(self) -> int:
-        """Tokens that no session has reserved."""
+        """Tokens that no session reserves."""
         return max(0, self._limits.kv_total - sum(map(self._reserved, self._sessions.values())))
 
     @property
-    def longest(self) -> int:
-        """Tokens that the longest session may ask for which would be let in now."""
-        free, share = self.kv_free, self._share_taken * _MARGIN
-        if self._limits.reserves or share >= 1 or free < _NEXT_BLOCK:
+    def max_admissible(self) -> int:
+        """The largest `max_tokens` with which a session would be admitted now."""
+        free, share = self.kv_free, self._used_share * _SHARE_MARGIN
+        if self._limits.reserves or share >= 1 or free < _BLOCK_TOKENS:
             return free
         return self.kv_total if free >= self.kv_total * share else int(free / share)
 
     @property
-    def waiting(self) -> int:
+    def steps(self) -> int:
         """Steps that wait or run, over all sessions."""
-        return sum(len(session.waiting) + session.running for session in self._sessions.values())
+        return sum(len(session.queue) + session.running for session in self._sessions.values())
 
     @property
-    def waiting_bytes(self) -> int:
+    def queued_bytes(self) -> int:
         return self._queued_bytes
 
     def sessions(self) -> list[Session]:
@@ -151,41 +149,43 @@ class SessionTable:
     def openers(self) -> set[Hashable]:
         return {session.opener for session in self._sessions.values()}
 
-    def knows(self, connection: Hashable) -> bool:
-        """It is the opener of a session, or attached to one."""
+    def has_session(self, connection: Hashable) -> bool:
+        """Whether it is the opener of a session, or attached to one."""
         return connection in self._per_connection or any(s.attached == connection for s in self._sessions.values())
 
     # -- opening and closing
 
-    def admit(self, connection: Hashable, ask: OpenSession) -> Session:
-        """Reserve room for a session, or start its next epoch.
+    def admit(self, connection: Hashable, message: OpenSession) -> Session:
+        """Reserve cache for a session, or start its next epoch.
 
-        Raises PeerBusy (with `retry_after`) where there is no room now, ContextExceeded where there never
-        will be, BadStep where the epoch does not follow.
+        Raises PeerBusy (with `retry_after`) if too little is free now, ContextExceeded if it never will be enough,
+        BadStep if the epoch does not follow.
         """
-        if ask.max_tokens < 1:
-            raise BadStep(f"session {ask.session} asks for {ask.max_tokens} tokens; ask for at least 1")
-        most = min(self._context_length, self._limits.kv_total)
-        if ask.max_tokens > most:
-            raise ContextExceeded(f"{ask.max_tokens} tokens are more than the {most} that a session can have here")
-        known = self._sessions.get(ask.session)
+        if message.max_tokens < 1:
+            raise BadStep(f"session {message.session} asks for {message.max_tokens} tokens; ask for at least 1")
+        limit = min(self._context_length, self._limits.kv_total)
+        if message.max_tokens > limit:
+            raise ContextExceeded(f"{message.max_tokens} tokens are more than the {limit} that a session can have here")
+        known = self._sessions.get(message.session)
         if known is None:
-            self._check_room(connection, ask.max_tokens)
+            self._check_admission(connection, message.max_tokens)
         elif known.opener != connection:
             raise PeerBusy(
-                f"session {ask.session} is open on another connection; close that one, or take another name",
-                retry_after=_SOONEST_RETRY_S,
+                f"session {message.session} is open on another connection; close that one, or take another name",
+                retry_after=_MIN_RETRY_S,
             )
-        elif ask.epoch <= known.epoch:
-            raise BadStep(f"session {ask.session} is in epoch {known.epoch}; epoch {ask.epoch} does not follow it")
+        elif message.epoch <= known.epoch:
+            raise BadStep(
+                f"session {message.session} is in epoch {known.epoch}; epoch {message.epoch} does not follow it"
+            )
         else:
-            # also one that paused: who was let in once comes back in
-            self._check_budget(ask.max_tokens, self._expected(known.max_tokens, known.length))
+            # Its own reservation counts as free, even if it is paused: a session that was admitted stays admitted.
+            self._check_budget(message.max_tokens, self._reservation(known.max_tokens, known.length))
             self._remove(known)
-        return self._add(connection, ask, opened_at=self._clock() if known is None else known.opened_at)
+        return self._add(connection, message, opened_at=self._clock() if known is None else known.opened_at)
 
     def close(self, connection: Hashable, name: str) -> Session | None:
-        """Forget the session if `connection` opened it; None (and nothing happens) otherwise."""
+        """Forget the session if `connection` opened it; otherwise None, and nothing happens."""
         session = self._sessions.get(name)
         if session is None or session.opener != connection:
             return None
@@ -193,28 +193,29 @@ class SessionTable:
         return session
 
     def drop(self, session: Session) -> bool:
-        """Forget a session, whatever the reason; False where it is gone already."""
+        """Forget a session; False if it is not in the table any more."""
         if session not in self:
             return False
         self._remove(session)
-        lived = max(0.0, self._clock() - session.opened_at)
-        self._lifetime_s += _LIFETIME_WEIGHT * (lived - self._lifetime_s)
-        self._share_taken += _LIFETIME_WEIGHT * (session.length / session.max_tokens - self._share_taken)
+        lived_s = max(0.0, self._clock() - session.opened_at)
+        self._lifetime_s += _AVERAGE_WEIGHT * (lived_s - self._lifetime_s)
+        self._used_share += _AVERAGE_WEIGHT * (session.length / session.max_tokens - self._used_share)
         return True
 
-    def lose(self, connection: Hashable) -> list[Session]:
-        """The connection ended: its sessions are dropped (and returned), its attachments end."""
-        lost = [session for session in self._sessions.values() if session.opener == connection]
-        for session in lost:
+    def drop_connection(self, connection: Hashable) -> list[Session]:
+        """Forget a connection that ended: its sessions are dropped and returned, its attachments end."""
+        dropped = [session for session in self._sessions.values() if session.opener == connection]
+        for session in dropped:
             self.drop(session)
         for session in self._sessions.values():
             if session.attached == connection:
                 session.attached = None
-        return lost
+        return dropped
 
     def expire(self) -> list[Session]:
-        """Drop the sessions without a step for longer than the limit."""
-        idle = [session for session in self._sessions.values() if self._expires_at(session) <= self._clock()]
+        """Drop and return the sessions that have been idle for longer than the limit."""
+        now, idle_s = self._clock(), self._limits.idle_s
+        idle = [session for session in self._sessions.values() if self._idle_at(session, idle_s) <= now]
         for session in idle:
             self.drop(session)
         return idle
@@ -222,7 +223,7 @@ class SessionTable:
     # -- steps
 
     def find(self, name: str, *, epoch: int | None = None, opener: Hashable | None = None) -> Session:
-        """Raises UnknownSession; another's session is as unknown as one that never was."""
+        """Raises UnknownSession, also for a session of another opener: it is not revealed that it exists."""
         session = self._sessions.get(name)
         if session is None or (opener is not None and session.opener != opener):
             raise UnknownSession(f"session {name} is not open here: open it again and feed the known tokens")
@@ -230,22 +231,22 @@ class SessionTable:
             raise UnknownSession(f"session {name} is in epoch {session.epoch} here, not in {epoch}: open it again")
         return session
 
-    def attach(self, connection: Hashable, ask: Attach) -> Session:
-        """Let `connection` bring the session's steps, instead of who did before. Raises UnknownSession."""
-        session = self._sessions.get(ask.session)
-        # compared even where there is nothing to compare with: the time taken tells nothing
+    def attach(self, connection: Hashable, message: Attach) -> Session:
+        """Let `connection` send the session's steps, instead of the one attached before. Raises UnknownSession."""
+        session = self._sessions.get(message.session)
+        # compared for unknown sessions too: the time taken must not reveal which sessions exist
         expected = session.secret if session is not None else bytes(16)
-        if not hmac.compare_digest(expected, ask.secret) or session is None:
-            raise UnknownSession(f"session {ask.session} is not open here under this secret: open it again")
-        self.find(ask.session, epoch=ask.epoch)
+        if not hmac.compare_digest(expected, message.secret) or session is None:
+            raise UnknownSession(f"session {message.session} is not open here under this secret: open it again")
+        self.find(message.session, epoch=message.epoch)
         session.attached = connection
-        session.touched_at = self._clock()
+        session.used_at = self._clock()
         return session
 
-    def accept(self, connection: Hashable, forward: Forward) -> Session | None:
-        """Queue a step; None where it belongs to an epoch that is over.
+    def enqueue(self, connection: Hashable, forward: Forward) -> Session | None:
+        """Queue a step; None if it belongs to an earlier epoch and was dropped.
 
-        Raises UnknownSession (no such session for this connection) or BadStep (too many wait).
+        Raises UnknownSession (no such session for this connection), BadStep or PeerBusy (too many steps wait).
         """
         session = self._sessions.get(forward.session)
         if session is None or connection not in (session.opener, session.attached):
@@ -253,131 +254,132 @@ class SessionTable:
         if forward.epoch < session.epoch:
             return None
         self.find(forward.session, epoch=forward.epoch)
+        self._drop_void(session, forward)
         arrival = Arrival(forward=forward, at=self._clock())
-        limits = self._limits
-        while session.waiting and session.waiting[-1].forward.start >= forward.start:
-            # what is left waits in the order of its positions: where the last is not void, nothing is
-            self._unqueue(session, session.waiting.pop())
-            session.computed += 1
-        if session.waiting and (
-            len(session.waiting) >= limits.queue_steps or session.waiting_bytes + arrival.nbytes > limits.queue_bytes
-        ):
-            raise BadStep(
-                f"{len(session.waiting)} steps of session {session.name} wait already; "
-                f"send at most {limits.queue_steps} ahead"
-            )
-        if self._queued_bytes and self._queued_bytes + arrival.nbytes > limits.all_queue_bytes:
-            raise PeerBusy("too many steps wait on this peer; send again later", retry_after=_SOONEST_RETRY_S)
-        session.waiting.append(arrival)
-        session.waiting_bytes += arrival.nbytes
+        self._check_queue(session, arrival)
+        session.queue.append(arrival)
+        session.queued_bytes += arrival.nbytes
         self._queued_bytes += arrival.nbytes
         session.received += 1
-        session.touched_at = arrival.at
+        session.used_at = arrival.at
         return session
 
-    def take(self, session: Session) -> Arrival | None:
-        """The next step of the session, in order; it runs from now on. None if none waits."""
-        if session not in self or not session.waiting:
+    def start_next(self, session: Session) -> Arrival | None:
+        """Take the session's next step out of its queue: it runs from now on. None if none waits."""
+        if session not in self or not session.queue:
             return None
-        arrival = session.waiting.popleft()
+        arrival = session.queue.popleft()
         self._unqueue(session, arrival)
         session.running = True
         return arrival
 
     def is_void(self, session: Session, forward: Forward) -> bool:
-        """Whether a step that waits makes void what `forward`, the one before it, has just computed."""
-        return bool(session.waiting) and session.waiting[0].forward.start <= forward.start
+        """Whether the next waiting step makes `forward`, which was just computed, void."""
+        return bool(session.queue) and session.queue[0].forward.start <= forward.start
 
     def finish(self, session: Session, *, length: int | None) -> None:
-        """The step that ran is over; `length` positions are cached now, None if it failed."""
+        """The running step is over; `length` positions are cached now, None if it failed."""
         session.running = False
         session.computed += 1
-        session.touched_at = self._clock()
+        session.used_at = self._clock()
         if length is not None:
             session.length = length
 
     # -- decisions
 
-    def retry_after(self, tokens: int) -> float:
-        """Seconds until room for `tokens` is expected, from how long sessions lived and when idle ones expire."""
-        now, room = self._clock(), self.kv_free
-        ends = sorted((self._expected_end(session), self._reserved(session)) for session in self._sessions.values())
-        for end, freed in ends:
-            room += freed
-            if room >= tokens:
-                return max(_SOONEST_RETRY_S, end - now)
-        return _SOONEST_RETRY_S
+    def _check_queue(self, session: Session, arrival: Arrival) -> None:
+        limits = self._limits
+        if session.queue and (
+            len(session.queue) >= limits.queue_steps or session.queued_bytes + arrival.nbytes > limits.queue_bytes
+        ):
+            raise BadStep(
+                f"{len(session.queue)} steps of session {session.name} wait already; "
+                f"send at most {limits.queue_steps} ahead"
+            )
+        if self._queued_bytes and self._queued_bytes + arrival.nbytes > limits.all_queue_bytes:
+            raise PeerBusy("too many steps wait on this peer; send again later", retry_after=_MIN_RETRY_S)
 
-    def _check_room(self, connection: Hashable, tokens: int) -> None:
+    def _check_admission(self, connection: Hashable, tokens: int) -> None:
         limits = self._limits
         if len(self._sessions) >= limits.sessions:
             raise PeerBusy(
                 f"all {limits.sessions} sessions of this peer are taken; try again later, or another peer",
-                retry_after=self.retry_after(1),
+                retry_after=self._retry_after(1),
             )
         if self._per_connection[connection] >= limits.per_connection:
             raise PeerBusy(
                 f"this connection has its {limits.per_connection} sessions open; close one first",
-                retry_after=_SOONEST_RETRY_S,
+                retry_after=_MIN_RETRY_S,
             )
         self._check_budget(tokens, 0)
 
-    def _reserved(self, session: Session) -> int:
-        return 0 if self._pauses_at(session) <= self._clock() else self._expected(session.max_tokens, session.length)
-
-    def _expected(self, max_tokens: int, length: int = 0) -> int:
-        """Tokens of cache that a session of `max_tokens`, now at `length`, is counted for."""
-        if self._limits.reserves:
-            return max_tokens
-        return min(max_tokens, max(length + _NEXT_BLOCK, int(max_tokens * self._share_taken * _MARGIN)))
-
-    def _check_budget(self, max_tokens: int, held: int) -> None:
-        tokens = self._expected(max_tokens)
-        if tokens > self.kv_free + held:
-            wait = self.retry_after(tokens)
+    def _check_budget(self, max_tokens: int, already_reserved: int) -> None:
+        tokens, free = self._reservation(max_tokens), self.kv_free + already_reserved
+        if tokens > free:
+            wait_s = self._retry_after(tokens)
             raise PeerBusy(
-                f"{tokens} tokens of KV cache were asked for and {self.kv_free + held} are free; "
-                f"room is expected in {wait:.0f} s, or on another peer now",
-                retry_after=wait,
+                f"{tokens} tokens of KV cache were asked for and {free} are free; "
+                f"room is expected in {wait_s:.0f} s, or on another peer now",
+                retry_after=wait_s,
             )
 
+    def _reserved(self, session: Session) -> int:
+        paused = not self._limits.reserves and self._idle_at(session, _PAUSED_AFTER_S) <= self._clock()
+        return 0 if paused else self._reservation(session.max_tokens, session.length)
+
+    def _reservation(self, max_tokens: int, length: int = 0) -> int:
+        """Tokens that a session of `max_tokens` with `length` cached ones reserves, if it is not paused."""
+        if self._limits.reserves:
+            return max_tokens
+        return min(max_tokens, max(length + _BLOCK_TOKENS, int(max_tokens * self._used_share * _SHARE_MARGIN)))
+
+    def _retry_after(self, tokens: int) -> float:
+        """Seconds until `tokens` are expected to be free, from how long sessions lived and when idle ones expire."""
+        now, free = self._clock(), self.kv_free
+        ends = sorted((self._expected_end(session), self._reserved(session)) for session in self._sessions.values())
+        for end, reserved in ends:
+            free += reserved
+            if free >= tokens:
+                return max(_MIN_RETRY_S, end - now)
+        return _MIN_RETRY_S
+
     def _expected_end(self, session: Session) -> float:
-        idle_s = self._limits.idle_s if self._limits.reserves else min(_PAUSE_S, self._limits.idle_s)
-        return min(session.opened_at + self._lifetime_s, session.touched_at + idle_s)
-
-    def _expires_at(self, session: Session) -> float:
-        return self._idle_at(session, self._limits.idle_s)
-
-    def _pauses_at(self, session: Session) -> float:
-        """When its cache counts no more, as others may have it."""
-        return float("inf") if self._limits.reserves else self._idle_at(session, _PAUSE_S)
+        idle_s = self._limits.idle_s if self._limits.reserves else min(_PAUSED_AFTER_S, self._limits.idle_s)
+        return min(session.opened_at + self._lifetime_s, session.used_at + idle_s)
 
     def _idle_at(self, session: Session, seconds: float) -> float:
-        busy = session.running or session.waiting
-        return float("inf") if busy else session.touched_at + seconds
+        """When it will have been idle for `seconds`; infinity while it has a step."""
+        busy = session.running or session.queue
+        return float("inf") if busy else session.used_at + seconds
 
     # -- bookkeeping
 
-    def _add(self, connection: Hashable, ask: OpenSession, *, opened_at: float) -> Session:
+    def _add(self, connection: Hashable, message: OpenSession, *, opened_at: float) -> Session:
         session = Session(
-            name=ask.session,
+            name=message.session,
             opener=connection,
-            secret=ask.secret,
-            epoch=ask.epoch,
-            span=LayerRange(ask.first, ask.last),
-            max_tokens=ask.max_tokens,
-            dtype=ask.dtype,
-            hops=ask.hops,
+            secret=message.secret,
+            epoch=message.epoch,
+            span=LayerRange(message.first, message.last),
+            max_tokens=message.max_tokens,
+            dtype=message.dtype,
+            hops=message.hops,
             opened_at=opened_at,
-            touched_at=self._clock(),
-            history=np.zeros(ask.max_tokens, np.int32),
+            used_at=self._clock(),
+            history=np.zeros(message.max_tokens, np.int32),
         )
         self._sessions[session.name] = session
         self._per_connection[connection] += 1
         return session
 
+    def _drop_void(self, session: Session, forward: Forward) -> None:
+        # starts ascend within a queue, so the void steps are at its end
+        while session.queue and session.queue[-1].forward.start >= forward.start:
+            self._unqueue(session, session.queue.pop())
+            session.computed += 1
+
     def _unqueue(self, session: Session, arrival: Arrival) -> None:
-        session.waiting_bytes -= arrival.nbytes
+        session.queued_bytes -= arrival.nbytes
         self._queued_bytes -= arrival.nbytes
 
     def _remove(self, session: Session) -> None:
@@ -385,6 +387,6 @@ class SessionTable:
         self._per_connection[session.opener] -= 1
         if not self._per_connection[session.opener]:
             del self._per_connection[session.opener]
-        self._queued_bytes -= session.waiting_bytes
-        session.waiting.clear()
-        session.waiting_bytes = 0
+        self._queued_bytes -= session.queued_bytes
+        session.queue.clear()
+        session.queued_bytes = 0

@@ -1,14 +1,13 @@
-"""The notice board of a swarm: signed notices under topics, gone when they expire.
+"""The directory of a swarm: signed notices under topics, valid until they expire.
 
-A topic is a model's digest (its peers' records) or `models` (what is served). A notice belongs to who
-signed it and carries its own proof, so it does not matter who passes it on: a DHT node, a peer that
-answers a look-up, or a test's memory.
+A topic is a model's digest (the records of its peers) or `models` (the models that are served). A notice is signed by
+its author, so it proves itself, whether a DHT node, another peer or `MemoryDirectory` delivers it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,7 +24,7 @@ MAX_TOPIC = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """One signed statement. `expires_at` is Unix time in seconds; `subkey` is unique for its author."""
+    """A signed statement. `expires_at` is Unix time in seconds; `subkey` is the author's peer id and the label."""
 
     topic: str
     subkey: str
@@ -36,20 +35,17 @@ class Notice:
 
     @classmethod
     def seal(cls, identity: Identity, *, topic: str, body: bytes, expires_at: float, label: str = "") -> Notice:
-        """Sign `body`. One author has one notice for each (topic, label)."""
+        """Sign `body`. An author has one notice for each (topic, label). Raises DirectoryError if it is too long."""
         statement = msgpack.packb([topic, label, body, expires_at])
-        sealed = msgpack.packb([identity.public_key, identity.sign(statement), statement])
-        if len(sealed) > MAX_NOTICE_BYTES:
-            raise DirectoryError(f"a notice of {len(sealed)} bytes is over the limit of {MAX_NOTICE_BYTES}")
-        return cls.unseal(sealed)
+        return cls.unseal(msgpack.packb([identity.public_key, identity.sign(statement), statement]))
 
     @classmethod
-    def unseal(cls, sealed: bytes) -> Notice:
-        """Read hostile bytes. Raises DirectoryError where they are malformed or the signature is wrong."""
-        if len(sealed) > MAX_NOTICE_BYTES:
-            raise DirectoryError(f"a notice of {len(sealed)} bytes is over the limit of {MAX_NOTICE_BYTES}")
+    def unseal(cls, raw: bytes) -> Notice:
+        """Read untrusted bytes. Raises DirectoryError where they are malformed or the signature is wrong."""
+        if len(raw) > MAX_NOTICE_BYTES:
+            raise DirectoryError(f"a notice of {len(raw)} bytes is over the limit of {MAX_NOTICE_BYTES}")
         try:
-            key, signature, statement = _unpack(sealed)
+            key, signature, statement = _unpack(raw)
             genuine = isinstance(statement, bytes) and verify_signature(key, signature, statement)
             topic, label, body, expires_at = _unpack(statement) if genuine else (None, None, None, None)
         except (ValueError, TypeError, msgpack.UnpackException) as error:
@@ -66,12 +62,20 @@ class Notice:
         ):
             raise DirectoryError("a notice has a field of the wrong type")
         author = peer_id_of(key)
-        return cls(
-            topic=topic, subkey=f"{author}{label}", author=author, body=body, expires_at=expires_at, sealed=sealed
-        )
+        return cls(topic=topic, subkey=f"{author}{label}", author=author, body=body, expires_at=expires_at, sealed=raw)
 
     def is_current(self, now: float) -> bool:
         return now < self.expires_at <= now + MAX_TTL_S
+
+
+def current_notices(notices: Iterable[Notice], now: float) -> list[Notice]:
+    """The current ones of `notices`, the latest of each subkey."""
+    latest: dict[str, Notice] = {}
+    for notice in notices:
+        earlier = latest.get(notice.subkey)
+        if notice.is_current(now) and (earlier is None or earlier.expires_at < notice.expires_at):
+            latest[notice.subkey] = notice
+    return list(latest.values())
 
 
 def _unpack(raw: bytes) -> list[Any]:
@@ -82,27 +86,27 @@ def _unpack(raw: bytes) -> list[Any]:
 
 
 class Directory(Protocol):
-    """Where notices hang. Every call is bounded in time; DirectoryError where the board is out of reach."""
+    """Where notices are published and looked up. Each call is bounded in time and may raise DirectoryError."""
 
     async def publish(self, notice: Notice) -> None:
-        """Hang up, over the author's earlier notice of the same subkey."""
+        """Publish `notice`, in place of an earlier one with the same subkey."""
 
     async def collect(self, topic: str) -> list[Notice]:
-        """The current notices of a topic, each one verified, one for each subkey."""
+        """The current notices of a topic, verified, one for each subkey."""
 
 
 class MemoryDirectory:
-    """A board within one process: for tests, and inside a bootstrap of one."""
+    """A directory within one process, for tests."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._topics: dict[str, dict[str, Notice]] = {}
 
     async def publish(self, notice: Notice) -> None:
-        board = self._topics.setdefault(notice.topic, {})
-        before = board.get(notice.subkey)
-        if before is None or before.expires_at <= notice.expires_at:
-            board[notice.subkey] = notice
+        notices = self._topics.setdefault(notice.topic, {})
+        published = notices.get(notice.subkey)
+        if published is None or published.expires_at <= notice.expires_at:
+            notices[notice.subkey] = notice
 
     async def collect(self, topic: str) -> list[Notice]:
         now = self._clock()

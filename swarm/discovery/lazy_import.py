@@ -1,7 +1,7 @@
-"""A package of which one needs a corner: its own `__init__` runs only for a name that is not there yet.
+"""Lazy packages: the `__init__` of a package runs only when a name is read that it has not defined yet.
 
-Importing `a.b.c` runs the `__init__` of `a` and of `a.b` first, whatever they import. Behind a lazy `a.b` its
-modules can be imported alone; who asks it for a name that it does not have gets what the real one has.
+Importing `a.b.c` runs the `__init__` of `a` and of `a.b` first, with all their imports. If `a.b` is lazy, its modules
+can be imported alone, and reading any other name from it runs its `__init__`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 class _LazyPackage(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if module := sys.modules.get(f"{self.__name__}.{name}"):
-            return module  # one whose import is under way
+            return module  # its import is still running
         spec = self.__spec__
         if name.startswith("__") or spec is None or spec.loader is None:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        # once only: what its `__init__` does not define is missing from now on
+        # From now on this is an ordinary module: a name that `__init__` does not define raises AttributeError.
         self.__class__ = ModuleType  # type: ignore[assignment]
         spec.loader.exec_module(self)
         return getattr(self, name)
 
 
 def lazy_package(name: str) -> ModuleType:
-    """Make `name` a lazy package, unless it is imported already. Its parent comes first.
+    """Make `name` a lazy package, unless it is imported already. Call it for the parent package first.
 
     Raises ModuleNotFoundError.
     """

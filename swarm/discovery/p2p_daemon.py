@@ -1,8 +1,7 @@
-"""One libp2p daemon (hivemind's `p2pd`) as a child process that never outlives us.
+"""One libp2p daemon (hivemind's `p2pd`) as a child process that never outlives this process.
 
-hivemind would start it itself, but then nothing ties it to our life (p2pd does not watch its parent),
-a Ctrl-C at the terminal reaches it before us, and its key and port change with every start. So we
-start it, and hivemind is only told where its control socket is.
+hivemind can start the daemon itself. But then the daemon survives its parent, receives the terminal's Ctrl-C first, and
+has another key and port after each start. So this module starts it, and hivemind gets the path of its control socket.
 """
 
 from __future__ import annotations
@@ -28,16 +27,17 @@ from swarm.errors import AddressError, DirectoryError
 
 MAX_MESSAGE_BYTES = 4 << 20
 _READY = b"Peer ID:"
-_GRACE_S = 2.0
+_START_TIMEOUT_S = 15.0
+_EXIT_TIMEOUT_S = 2.0
 _LIBP2P_ED25519 = bytes([0x08, 0x01, 0x12, 0x40])  # PrivateKey{type: Ed25519, data: 64 bytes} in protobuf
 _IDENTIFY = bytes([2, 0x08, 0x00])  # Request{type: IDENTIFY} in protobuf, after its length
 _PREFIX = "swarm-dht-"
-_YOUNG_S = 60.0
+_MIN_STALE_AGE_S = 60.0
 _SOCKET_PATH_LIMIT = 100  # sockaddr_un holds 108
 
-# Runs in the child before p2pd does: SIGKILL at the death of the thread that started it, our event loop's.
-# `preexec_fn` could do it too, but may deadlock in a process that has threads.
-_TIED = (
+# Runs in the child before p2pd: makes the kernel send SIGKILL when the thread that started it, the event loop's, ends.
+# `preexec_fn` could do the same, but may deadlock in a process with threads.
+_LAUNCHER = (
     "import ctypes,os,sys\n"
     "ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)\n"
     "if os.getppid() != int(sys.argv[1]): sys.exit(1)\n"
@@ -64,7 +64,7 @@ def tcp_multiaddress(host: str, port: int) -> str:
 
 
 def split_multiaddress(text: str) -> tuple[str, str]:
-    """Place and libp2p peer id of `/ip4/HOST/tcp/PORT/p2p/ID`. Raises AddressError that quotes the text."""
+    """Split `/ip4/HOST/tcp/PORT/p2p/ID` into TCP multiaddress and libp2p id. Raises AddressError quoting the text."""
     match = _MULTIADDRESS.fullmatch(text)
     if match is None or not 0 < int(match[2]) < 65536:
         raise AddressError(f"{text[:120]!r} is not an address of a DHT node; one looks like /ip4/HOST/tcp/PORT/p2p/ID")
@@ -72,13 +72,13 @@ def split_multiaddress(text: str) -> tuple[str, str]:
 
 
 def claim_port(host: str, port: int) -> int:
-    """`port` if nobody listens there, or a free one for 0. Raises DirectoryError.
+    """Return `port` if it is not in use, or a free port for 0. Raises DirectoryError.
 
-    p2pd itself would share a taken port in silence (it sets SO_REUSEPORT).
+    p2pd itself shares a port in use without an error, because it sets SO_REUSEPORT.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # fails only where somebody listens; a daemon that has just ended is no obstacle
+        # With SO_REUSEADDR, connections of a daemon that has just ended do not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -91,18 +91,18 @@ def claim_port(host: str, port: int) -> int:
 
 
 def find_binary() -> Path:
-    """Where hivemind keeps p2pd; found without importing hivemind. Raises DirectoryError."""
+    """Find hivemind's p2pd without importing hivemind. Raises DirectoryError."""
     spec = find_spec("hivemind")
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    for place in places:
-        binary = Path(place) / "hivemind_cli" / "p2pd"
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    for folder in folders:
+        binary = Path(folder) / "hivemind_cli" / "p2pd"
         if binary.is_file():
             return binary
     raise DirectoryError("hivemind's daemon p2pd is not installed; install hivemind again (Linux or WSL2 only)")
 
 
 def generate_key() -> bytes:
-    """A fresh private key in libp2p's format. Whoever keeps it keeps the daemon's peer id."""
+    """A fresh private key in libp2p's format. The key determines the daemon's libp2p id."""
     key = Ed25519PrivateKey.generate()
     return _LIBP2P_ED25519 + key.private_bytes_raw() + key.public_key().public_bytes_raw()
 
@@ -113,16 +113,14 @@ class Daemon:
     def __init__(self, process: asyncio.subprocess.Process, folder: Path) -> None:
         self._process = process
         self._folder = folder
-        self._lines: asyncio.Task[None] | None = None
-        self.control = f"/unix{_socket_in(folder)}"
+        self._log_task: asyncio.Task[None] | None = None
+        self.control = f"/unix{_control_socket(folder)}"
 
     @classmethod
-    async def start(
-        cls, *, key: bytes, listen: Sequence[str], announce: Sequence[str] = (), timeout: float = 15.0
-    ) -> Daemon:
-        """Start it and wait until it takes connections.
+    async def start(cls, *, key: bytes, listen: Sequence[str], announce: Sequence[str] = ()) -> Daemon:
+        """Start p2pd and wait until it accepts connections.
 
-        `listen` and `announce` are TCP multiaddresses. Raises DirectoryError with p2pd's last words.
+        `listen` and `announce` are TCP multiaddresses. Raises DirectoryError with the last line that p2pd printed.
         """
         binary = find_binary()
         folder = _private_folder()
@@ -130,12 +128,12 @@ class Daemon:
             (folder / "key").write_bytes(key)
             arguments = _arguments(folder, listen, announce)
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", "-c", _TIED, str(os.getpid()), str(binary), *arguments),
+                *(sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(binary), *arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env=os.environ | {"GOLOG_LOG_LEVEL": "error"},
-                start_new_session=True,  # Ctrl-C is for us; we end it when we are done with it
+                start_new_session=True,  # keeps Ctrl-C at the terminal from reaching the daemon
             )
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -144,14 +142,16 @@ class Daemon:
             raise
         daemon = cls(process, folder)
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(_START_TIMEOUT_S):
                 await daemon._wait_ready()
         except BaseException as error:
-            await daemon.end()
+            await daemon.kill_and_wait()
             if isinstance(error, TimeoutError):
-                raise DirectoryError(f"the DHT daemon {binary} did not start within {timeout:.0f} s") from error
+                raise DirectoryError(
+                    f"the DHT daemon {binary} did not start within {_START_TIMEOUT_S:.0f} s"
+                ) from error
             raise
-        daemon._lines = asyncio.create_task(daemon._log_lines(), name="p2pd output")
+        daemon._log_task = asyncio.create_task(daemon._log_lines(), name="p2pd output")
         return daemon
 
     @property
@@ -159,15 +159,15 @@ class Daemon:
         return self._process.pid
 
     async def wait(self) -> int:
-        """Its exit code, once it has ended; negative for a signal."""
+        """Wait for the process to end. Returns its exit code, negative for a signal."""
         return await self._process.wait()
 
-    async def answers(self, timeout: float) -> bool:
-        """Does it still do its work? A process may live and hang."""
+    async def responds(self, timeout: float) -> bool:
+        """Whether the daemon answers on its control socket. A hanging process is alive but does not answer."""
         writer = None
         try:
             async with asyncio.timeout(timeout):
-                reader, writer = await asyncio.open_unix_connection(_socket_in(self._folder))
+                reader, writer = await asyncio.open_unix_connection(_control_socket(self._folder))
                 writer.write(_IDENTIFY)
                 return bool(await reader.read(1))
         except OSError:  # TimeoutError is one
@@ -177,43 +177,43 @@ class Daemon:
                 writer.close()
 
     def kill(self) -> None:
-        """SIGKILL now, without waiting. Nothing can prevent it: not a hung daemon, not a cancelled caller."""
+        """Send SIGKILL, without waiting. It works on a hanging daemon, and cannot be cancelled."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
-        if self._lines is not None:
-            self._lines.cancel()
+        if self._log_task is not None:
+            self._log_task.cancel()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def end(self) -> None:
-        """`kill`, then see it gone: its pipes are closed while the event loop still runs."""
+    async def kill_and_wait(self) -> None:
+        """`kill`, then wait for the exit, which closes the pipes while the event loop still runs."""
         self.kill()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_GRACE_S):
+            async with asyncio.timeout(_EXIT_TIMEOUT_S):
                 await self._process.wait()
 
     async def stop(self) -> None:
-        """Let it say goodbye to its peers, for two seconds at most. It is dead afterwards, even if cancelled."""
+        """End the daemon with SIGTERM, after two seconds with SIGKILL. It is dead afterwards, even if cancelled."""
         try:
             if self._process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     self._process.terminate()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_GRACE_S):
+                    async with asyncio.timeout(_EXIT_TIMEOUT_S):
                         await self._process.wait()
         finally:
-            await self.end()
+            await self.kill_and_wait()
 
     async def _wait_ready(self) -> None:
-        last = b""
+        last_line = b""
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
-            last = line
+            last_line = line
             if line.startswith(_READY):
                 (self._folder / "key").unlink(missing_ok=True)
                 return
-        words = last.decode(errors="replace").strip() or "it said nothing"
-        raise DirectoryError(f"the DHT daemon ended as it started: {words[:300]}")
+        output = last_line.decode(errors="replace").strip() or "it printed nothing"
+        raise DirectoryError(f"the DHT daemon ended at its start: {output[:300]}")
 
     async def _log_lines(self) -> None:
         assert self._process.stdout is not None
@@ -221,7 +221,7 @@ class Daemon:
             try:
                 line = await self._process.stdout.readline()
             except ValueError:
-                continue  # a line longer than the reader's limit: it was dropped, the next one may do
+                continue  # the line is longer than the reader's limit and was dropped
             if not line:
                 return
             _log.debug("p2pd: %s", line.decode(errors="replace").rstrip())
@@ -229,14 +229,14 @@ class Daemon:
 
 def _arguments(folder: Path, listen: Sequence[str], announce: Sequence[str]) -> list[str]:
     arguments = [
-        f"-listen=/unix{_socket_in(folder)}",
+        f"-listen=/unix{_control_socket(folder)}",
         f"-id={folder / 'key'}",
         f"-hostAddrs={','.join(listen)}",
         f"-persistentConnMaxMsgSize={MAX_MESSAGE_BYTES}",
         "-dhtServer=1",
         "-connManager=1",
         "-tls=1",
-        # no service for strangers, and no hole in the router that nobody asked for
+        # No relay for other nodes, and no port mapping on the router.
         "-relay=0",
         "-relayService=0",
         "-autonat=0",
@@ -245,32 +245,32 @@ def _arguments(folder: Path, listen: Sequence[str], announce: Sequence[str]) -> 
     return [*arguments, f"-announceAddrs={','.join(announce)}"] if announce else arguments
 
 
-def sweep(parent: Path) -> None:
-    """Remove the folders below `parent` of daemons that are gone: a killed peer cannot remove its own."""
+def remove_stale_folders(parent: Path) -> None:
+    """Remove the folders in `parent` of daemons that have ended. A killed peer cannot remove its own."""
     for folder in parent.glob(f"{_PREFIX}*"):
         try:
-            told = folder.lstat()
-            # 0700 and ours: nobody else can have put a socket there; a young one may be about to listen
-            if told.st_uid != os.getuid() or time.time() - told.st_mtime < _YOUNG_S:
+            found = folder.lstat()
+            # The folder is 0700, so only its owner can create the socket. The daemon of a new one may not listen yet.
+            if found.st_uid != os.getuid() or time.time() - found.st_mtime < _MIN_STALE_AGE_S:
                 continue
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.settimeout(1.0)
-                probe.connect(str(_socket_in(folder)))
+                probe.connect(str(_control_socket(folder)))
         except (ConnectionRefusedError, FileNotFoundError):
             shutil.rmtree(folder, ignore_errors=True)
         except OSError:
-            continue  # alive, if too busy to answer
+            continue  # the daemon is alive but busy
 
 
 def _private_folder() -> Path:
-    """Mode 0700: whoever reaches the control socket commands the daemon."""
-    sweep(Path(tempfile.gettempdir()))
+    """A new folder with mode 0700, because access to the control socket is control over the daemon."""
+    remove_stale_folders(Path(tempfile.gettempdir()))
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    if len(str(_socket_in(folder))) > _SOCKET_PATH_LIMIT:
+    if len(str(_control_socket(folder))) > _SOCKET_PATH_LIMIT:
         folder.rmdir()
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
     return folder
 
 
-def _socket_in(folder: Path) -> Path:
+def _control_socket(folder: Path) -> Path:
     return folder / "control.sock"

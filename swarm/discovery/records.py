@@ -1,7 +1,7 @@
-"""What peers say of themselves: `PeerRecord` and `ModelRecord`, to and from plain dictionaries.
+"""`PeerRecord` and `ModelRecord`: what a peer announces about itself and its model, to and from plain dictionaries.
 
-Records travel as the body of a signed `directory.Notice`. Whatever comes in is hostile: every field is
-checked, and the record must be about its author.
+A record travels as the body of a signed `directory.Notice`. Received records are untrusted: every field is checked,
+and a record about another peer than the notice's author is dropped.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ MAX_ADDRESSES = 16
 MAX_LINKS = 256
 MAX_TEXT = 256
 _MAX_S = 3600.0
-"""No measured time is longer; sums of such times stay finite."""
+"""Limit on measured times, which keeps sums of them finite."""
 _MAX_BYTES_PER_S = 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerLoad:
-    """What a peer has been doing these seconds: `batch` steps in an inference, on average, and `tokens_per_s`.
+    """A peer's load over the last seconds: `batch` is the mean number of steps in one inference.
 
-    `blocks_used` of its `blocks` of KV cache are held by sessions; both 0 where `engine` has no blocks.
+    Sessions hold `blocks_used` of the `blocks` of KV cache; both are 0 where `engine` has no blocks.
     """
 
     engine: str
@@ -51,7 +51,7 @@ class PeerLoad:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> PeerLoad:
-        """Raises DirectoryError that names the field which is wrong."""
+        """Raises DirectoryError that names the invalid field."""
         read = _Reader(plain)
         return cls(
             engine=read.text("engine"),
@@ -64,15 +64,20 @@ class PeerLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerRecord:
-    """One peer's offer.
+    """What one peer serves, and how.
 
-    `span` is what it computes (one fused graph); `entries` the boundaries inside it at which it also
-    lets a route in or out; `holds` the layers whose files it gives away; `incarnation` differs at
-    every start of the process. `layer_time_s` is seconds a layer for one decoded token,
-    `prefill_time_s` seconds a layer for one token of a prompt (both measured by its self-test and
-    refreshed), `kv_free` the tokens of KV cache that the next session may ask for, `queue` the steps that wait.
-    `attends_to` is how many tokens it attends to, and so the longest prompt that it takes; a longer text slides. 0
-    stands for all. `work` is None from peers of an earlier version.
+    incarnation     a number drawn at each start of the process
+    span            the layers that the peer computes, as one graph
+    entries         boundaries inside the span at which a route may also enter or leave
+    holds           layers whose files the peer gives to others
+    layer_time_s    seconds a layer for one decoded token, measured by the self-test and refreshed since
+    prefill_time_s  seconds a layer for one token of a prompt, measured likewise
+    kv_free         tokens of KV cache that the next session may reserve
+    queue           waiting steps
+    attends_to      tokens that the peer attends to, 0 for all. It is the longest prompt that the peer takes; in a
+                    longer text the attention slides
+    links           measured links to other peers, by peer id
+    work            the peer's load; None from peers of earlier versions
     """
 
     model: str
@@ -101,7 +106,7 @@ class PeerRecord:
 
     @property
     def places(self) -> tuple[Address, ...]:
-        """Where it listens, each pinned to its own id: nobody else is accepted there."""
+        """The addresses at which the peer listens, each pinned to its id; addresses of other ids are left out."""
         return tuple(
             replace(address, peer_id=self.peer_id)
             for address in map(Address.parse, self.addresses)
@@ -112,7 +117,7 @@ class PeerRecord:
         return Notice.seal(identity, topic=self.model, body=_pack(self.to_plain()), expires_at=self.expires_at)
 
     def to_plain(self) -> dict[str, Any]:
-        """Only msgpack and JSON types."""
+        """A dictionary of msgpack and JSON types only."""
         return {
             "model": self.model,
             "peer_id": self.peer_id,
@@ -136,14 +141,15 @@ class PeerRecord:
             "entries": list(self.entries),
             "attends_to": self.attends_to,
             "links": {
-                peer: [link.rtt_s if link.reachable else -1.0, link.bytes_per_s] for peer, link in self.links.items()
+                peer_id: [link.rtt_s if link.reachable else -1.0, link.bytes_per_s]
+                for peer_id, link in self.links.items()
             },
             "work": self.work.to_plain() if self.work is not None else None,
         }
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> PeerRecord:
-        """Raises DirectoryError that names the field which is wrong."""
+        """Raises DirectoryError that names the invalid field."""
         read = _Reader(plain)
         addresses = tuple(read.texts("addresses", MAX_ADDRESSES))
         for address in addresses:
@@ -184,7 +190,7 @@ class PeerRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRecord:
-    """One model that its author serves a part of. `layer_bytes` and `kv_layer_elements` are averages."""
+    """A model of which its author serves a part. `layer_bytes` and `kv_layer_elements` are means over the layers."""
 
     digest: str
     name: str
@@ -197,20 +203,8 @@ class ModelRecord:
     expires_at: float
 
     def seal(self, identity: Identity) -> Notice:
-        plain = {
-            "digest": self.digest,
-            "name": self.name,
-            "source": self.source,
-            "licence": self.licence,
-            "weights": self.weights,
-            "layers": self.layers,
-            "layer_bytes": self.layer_bytes,
-            "kv_layer_elements": self.kv_layer_elements,
-            "expires_at": self.expires_at,
-        }
-        return Notice.seal(
-            identity, topic=MODELS_TOPIC, body=_pack(plain), expires_at=self.expires_at, label=self.digest
-        )
+        body = _pack(asdict(self))
+        return Notice.seal(identity, topic=MODELS_TOPIC, body=body, expires_at=self.expires_at, label=self.digest)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> ModelRecord:
@@ -229,20 +223,20 @@ class ModelRecord:
 
 
 def peer_records(notices: Iterable[Notice], model: str) -> list[PeerRecord]:
-    """The records of `model` among hostile notices: malformed ones and ones about others are left out."""
+    """The records of `model` in untrusted notices. Malformed records, and records about another peer, are left out."""
     records = []
     for notice in notices:
         try:
             record = PeerRecord.from_plain(_unpack(notice.body))
         except SwarmError:
-            continue  # somebody's garbage on a public board is nobody's error here
+            continue  # any peer may publish garbage in a public directory
         if record.peer_id == notice.author and record.model == model == notice.topic:
             records.append(record)
     return records
 
 
 def model_records(notices: Iterable[Notice]) -> list[ModelRecord]:
-    """The models among hostile notices, one for each digest and author."""
+    """The models in untrusted notices, one record for each digest and author. Malformed records are left out."""
     records = []
     for notice in notices:
         try:
@@ -266,14 +260,14 @@ def _unpack(body: bytes) -> Mapping[str, Any]:
     return plain
 
 
-def _wrong(name: str, value: Any) -> DirectoryError:
-    # the depth of a container is its author's choice, and repr() recurses
+def _invalid(name: str, value: Any) -> DirectoryError:
+    # repr() recurses, and the author of a container chooses its depth.
     shown = f"a {type(value).__name__}" if isinstance(value, (list, dict)) else repr(value)[:100]
     return DirectoryError(f"record: {name} is {shown}")
 
 
 class _Reader:
-    """Fields of an untrusted map, each checked for its type and size."""
+    """Reads fields of an untrusted map. Each method checks type and size and raises DirectoryError."""
 
     def __init__(self, plain: Mapping[str, Any]) -> None:
         self._plain = plain
@@ -281,7 +275,7 @@ class _Reader:
     def _get(self, name: str, kind: type | tuple[type, ...]) -> Any:
         value = self._plain.get(name)
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise _wrong(name, value)
+            raise _invalid(name, value)
         return value
 
     def text(self, name: str) -> str:
@@ -290,28 +284,28 @@ class _Reader:
             raise DirectoryError(f"record: {name} is {value[:60]!r}")
         return value
 
-    def integer(self, name: str, least: int = 0, most: int = (1 << 63) - 1) -> int:
+    def integer(self, name: str, minimum: int = 0, maximum: int = (1 << 63) - 1) -> int:
         value: int = self._get(name, int)
-        if not least <= value <= most:
+        if not minimum <= value <= maximum:
             raise DirectoryError(f"record: {name} is {value!r}")
         return value
 
-    def number(self, name: str, most: float = sys.float_info.max) -> float:
+    def number(self, name: str, maximum: float = sys.float_info.max) -> float:
         value = float(self._get(name, (int, float)))
-        if not 0 <= value <= most:  # NaN is neither
+        if not 0 <= value <= maximum:  # false for NaN
             raise DirectoryError(f"record: {name} is {value!r}")
         return value
 
-    def texts(self, name: str, most: int) -> list[str]:
+    def texts(self, name: str, max_count: int) -> list[str]:
         values = self._get(name, list)
-        if len(values) > most or not all(isinstance(v, str) and len(v) <= MAX_TEXT for v in values):
-            raise _wrong(name, values)
+        if len(values) > max_count or not all(isinstance(v, str) and len(v) <= MAX_TEXT for v in values):
+            raise _invalid(name, values)
         return list(values)
 
-    def integers(self, name: str, most: int) -> list[int]:
+    def integers(self, name: str, max_count: int) -> list[int]:
         values = self._get(name, list)
-        if len(values) > most or not all(isinstance(v, int) and 0 <= v < 1 << 31 for v in values):
-            raise _wrong(name, values)
+        if len(values) > max_count or not all(isinstance(v, int) and 0 <= v < 1 << 31 for v in values):
+            raise _invalid(name, values)
         return list(values)
 
     def map(self, name: str) -> Mapping[str, Any]:
@@ -320,16 +314,16 @@ class _Reader:
 
     def links(self, name: str) -> dict[str, LinkQuality]:
         links = {}
-        for peer, pair in self._get(name, dict).items():
+        for peer_id, pair in self._get(name, dict).items():
             if not (
-                isinstance(peer, str)
+                isinstance(peer_id, str)
                 and isinstance(pair, list)
                 and len(pair) == 2
                 and all(isinstance(x, (int, float)) for x in pair)
                 and pair[0] <= _MAX_S
                 and not math.isnan(pair[1])
             ):
-                raise DirectoryError(f"record: {name} has a wrong entry for {peer!r}"[:200])
+                raise DirectoryError(f"record: {name} has an invalid entry for {peer_id!r}"[:200])
             bytes_per_s = min(max(0.0, float(pair[1])), _MAX_BYTES_PER_S)
-            links[peer] = LinkQuality(rtt_s=float(pair[0]) if pair[0] >= 0 else math.inf, bytes_per_s=bytes_per_s)
+            links[peer_id] = LinkQuality(rtt_s=float(pair[0]) if pair[0] >= 0 else math.inf, bytes_per_s=bytes_per_s)
         return links

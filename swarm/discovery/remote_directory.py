@@ -1,7 +1,6 @@
-"""Look-ups without a DHT of one's own: any peer answers them over the wire.
+"""`PeerDirectory`: look-ups without an own DHT node, answered by any peer over the wire.
 
-What a peer passes on is signed by its author, so it cannot be forged; a peer that leaves something out
-is believed, as a DHT node would be.
+A peer cannot forge the notices that it returns, because their authors signed them. Like a DHT node, it can omit some.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from swarm.discovery.directory import MAX_TTL_S, MODELS_TOPIC, Directory, Notice
+from swarm.discovery.directory import MAX_TTL_S, MODELS_TOPIC, Directory, Notice, current_notices
 from swarm.discovery.records import ModelRecord, PeerRecord, model_records, peer_records
 from swarm.errors import (
     ConfigError,
@@ -35,23 +34,23 @@ from swarm.wire.queries import AskTopic, Topic
 MIN_DIGEST_PREFIX = 8
 _DIGEST = re.compile("[0-9a-f]{64}")
 _MAX_PEERS = 256
-_MAX_CHECKED = 16
+_MAX_LOOK_UPS = 16
 _STAGGER_S = 0.3
 _TOPIC_TIMEOUT_S = 15.0
-"""Longer than a peer gives its own directory."""
+"""Longer than the time limit of a peer's own look-up."""
 
-_ELSEWHERE = (PeerError, RemoteProtocolError, DirectoryError)
-"""What one peer may answer and another need not."""
+_TRY_NEXT_PEER = (PeerError, RemoteProtocolError, DirectoryError)
+"""Errors of one peer after which another peer is asked."""
 
 _log = logging.getLogger(__name__)
 
 
 class PeerDirectory:
-    """A read-only `Directory` that asks peers, one at a time, until one answers.
+    """A read-only `Directory` that asks peers, one after the other, until one answers.
 
-    It starts from `initial` and learns the addresses in the records that it sees, so that it survives the
-    end of those it started from. Addresses with a peer id are checked. One without is trusted at the
-    first contact, remembered with the id found there, and listed in `trusted`.
+    It starts from `initial` and adds the addresses in the records that it receives, so that it still works when the
+    initial peers are gone. The peer at an address with a peer id must have that id. At an address without one, the
+    first contact is trusted: its id is pinned from then on, and the address is listed in `trusted`.
     """
 
     def __init__(
@@ -68,39 +67,39 @@ class PeerDirectory:
         self._timeout = timeout
         self._clock = clock
         self._initial = list(dict.fromkeys(initial))
-        self._met: dict[str, tuple[Address, ...]] = {}
+        self._known: dict[str, tuple[Address, ...]] = {}
         self._channel: Channel | None = None
         self._opening = asyncio.Lock()
         self._closed = False
         self.trusted: list[Address] = []
 
     async def publish(self, notice: Notice) -> None:
-        raise DirectoryError("this directory only asks: a peer publishes through its own node of the DHT")
+        raise DirectoryError("this directory is read-only: a peer publishes through its own DHT node")
 
     async def collect(self, topic: str) -> list[Notice]:
-        """Raises PeerUnreachable where no peer can be reached, else what the last one answered."""
+        """The current notices of `topic`. Raises the error of the last peer that was asked, or PeerUnreachable."""
         failed: dict[str, SwarmError] = {}
         while True:
             try:
                 channel = await self._open(avoid=failed)
             except PeerUnreachable as unreachable:
                 raise (failed.popitem()[1] if failed else unreachable) from unreachable
-            if channel.peer_id in failed:  # another task has opened it again
+            if channel.peer_id in failed:  # another task has reconnected to it
                 raise failed[channel.peer_id]
             try:
-                question = AskTopic(request=channel.next_request(), topic=topic)
-                answer = await channel.ask(question, Topic, timeout=_TOPIC_TIMEOUT_S)
-            except _ELSEWHERE as error:
+                query = AskTopic(request=channel.next_request(), topic=topic)
+                answer = await channel.ask(query, Topic, timeout=_TOPIC_TIMEOUT_S)
+            except _TRY_NEXT_PEER as error:
                 _log.info("peer %s does not answer a look-up: %s", channel.peer_id[:8], error)
                 failed[channel.peer_id] = error
                 await self._drop(channel)
                 continue
-            notices = self._genuine(answer.notices, topic)
-            self._learn(peer_records(notices, topic))
+            notices = self._verified(answer.notices, topic)
+            self._add_known(peer_records(notices, topic))
             return notices
 
     async def channel(self) -> Channel:
-        """A channel to some live peer; shared, the directory closes it. Raises PeerUnreachable, WrongPeer."""
+        """A shared channel to any peer; the directory closes it. Raises PeerUnreachable, WrongPeer."""
         return await self._open(avoid=())
 
     async def close(self) -> None:
@@ -113,7 +112,7 @@ class PeerDirectory:
             if self._closed:
                 raise DirectoryError("the directory is closed")
             if self._channel is None or self._channel.closed:
-                channel = await self._first_to_answer(self._candidates(set(avoid)))
+                channel = await self._open_first(self._candidates(set(avoid)))
                 if self._closed:
                     await channel.close()
                     raise DirectoryError("the directory is closed")
@@ -121,14 +120,14 @@ class PeerDirectory:
             return self._channel
 
     def _candidates(self, avoid: set[str]) -> list[tuple[Address, ...]]:
-        """Each the addresses of one peer; those that were given first."""
-        given = [(address,) for address in self._initial if address.peer_id not in avoid]
-        pinned = {address.peer_id for address in self._initial}
-        return given + [addresses for peer, addresses in self._met.items() if peer not in avoid and peer not in pinned]
+        """The addresses of each peer to try, the initial ones first."""
+        initial = [(address,) for address in self._initial if address.peer_id not in avoid]
+        skipped = avoid | {address.peer_id for address in self._initial}
+        return initial + [addresses for peer_id, addresses in self._known.items() if peer_id not in skipped]
 
-    async def _first_to_answer(self, candidates: Sequence[tuple[Address, ...]]) -> Channel:
-        """Try one after the other, each a little after the one before; the first to answer wins."""
-        problems: list[SwarmError] = []
+    async def _open_first(self, candidates: Sequence[tuple[Address, ...]]) -> Channel:
+        """Connect to the candidates, starting one every `_STAGGER_S` seconds. Returns the first open channel."""
+        errors: list[SwarmError] = []
         waiting = list(candidates)
         running: dict[asyncio.Task[Channel], tuple[Address, ...]] = {}
         try:
@@ -143,52 +142,41 @@ class PeerDirectory:
                 for task in done:
                     error = task.exception()
                     if error is None:
-                        self._remember(running.pop(task), task.result())
+                        self._pin(running.pop(task), task.result())
                         return task.result()
                     del running[task]
-                    if not isinstance(error, _ELSEWHERE):
+                    if not isinstance(error, _TRY_NEXT_PEER):
                         raise error
-                    problems.append(error)
+                    errors.append(error)
         finally:
-            await _abandon(running)
-        kind = (
-            WrongPeer if problems and all(isinstance(problem, WrongPeer) for problem in problems) else PeerUnreachable
-        )
-        reasons = "; ".join(dict.fromkeys(str(problem) for problem in problems)) or "none is left to ask"
+            await _cancel_all(running)
+        kind = WrongPeer if errors and all(isinstance(error, WrongPeer) for error in errors) else PeerUnreachable
+        reasons = "; ".join(dict.fromkeys(map(str, errors))) or "no other peer is known"
         raise kind(f"no peer of the swarm can be reached: {reasons}")
 
-    def _remember(self, addresses: tuple[Address, ...], channel: Channel) -> None:
-        """Pin what was taken on trust: from now on only this peer is accepted there."""
-        for at, address in enumerate(self._initial):
+    def _pin(self, addresses: tuple[Address, ...], channel: Channel) -> None:
+        """Pin initial addresses without a peer id to the peer found there: no other is accepted from now on."""
+        for index, address in enumerate(self._initial):
             if address in addresses and not address.peer_id:
-                self._initial[at] = Address(address.host, address.port, channel.peer_id)
-                self.trusted.append(self._initial[at])
+                self._initial[index] = Address(address.host, address.port, channel.peer_id)
+                self.trusted.append(self._initial[index])
 
-    def _genuine(self, sealed: Iterable[bytes], topic: str) -> list[Notice]:
-        """What is signed, current and of this topic; the latest of each subkey."""
-        now = self._clock()
-        latest: dict[str, Notice] = {}
-        for raw in sealed:
+    def _verified(self, raw_notices: Iterable[bytes], topic: str) -> list[Notice]:
+        """The notices that are validly signed, current and of this topic; the latest of each subkey."""
+        notices = []
+        for raw in raw_notices:
             try:
-                notice = Notice.unseal(raw)
+                notices.append(Notice.unseal(raw))
             except DirectoryError as error:
                 _log.info("a notice on %s is left out: %s", topic[:12], error)
-                continue
-            before = latest.get(notice.subkey)
-            if (
-                notice.topic == topic
-                and notice.is_current(now)
-                and (before is None or before.expires_at < notice.expires_at)
-            ):
-                latest[notice.subkey] = notice
-        return list(latest.values())
+        return current_notices((notice for notice in notices if notice.topic == topic), self._clock())
 
-    def _learn(self, records: Iterable[PeerRecord]) -> None:
+    def _add_known(self, records: Iterable[PeerRecord]) -> None:
         for record in records:
-            self._met.pop(record.peer_id, None)
-            if places := record.places:
-                self._met[record.peer_id] = places
-        self._met = dict(list(self._met.items())[-_MAX_PEERS:])
+            self._known.pop(record.peer_id, None)
+            if addresses := record.places:
+                self._known[record.peer_id] = addresses
+        self._known = dict(list(self._known.items())[-_MAX_PEERS:])
 
     async def _drop(self, channel: Channel) -> None:
         if self._channel is channel:
@@ -196,7 +184,8 @@ class PeerDirectory:
         await channel.close()
 
 
-async def _abandon(running: Iterable[asyncio.Task[Channel]]) -> None:
+async def _cancel_all(running: Iterable[asyncio.Task[Channel]]) -> None:
+    """Cancel the tasks, and close the channels of those that finish nevertheless."""
     tasks = list(running)
     for task in tasks:
         task.cancel()
@@ -206,67 +195,65 @@ async def _abandon(running: Iterable[asyncio.Task[Channel]]) -> None:
 
 
 def told_on_trust(address: Address) -> str:
-    """What a person is told of each of `PeerDirectory.trusted`."""
-    return f"{address.place} was taken on trust; write it as {address} to accept nobody else there"
+    """The message to the user about an address in `PeerDirectory.trusted`."""
+    return f"{address.place} was taken on trust; write it as {address} to accept no other peer there"
 
 
 async def find_model(
     directory: Directory, name_or_digest: str, *, wall: Callable[[], float] = time.time
 ) -> ModelRecord:
-    """The one model that is served under a name, a digest, or the first 8 or more digits of one.
+    """The model with a name, a digest, or the first 8 or more digits of a digest.
 
-    Anybody can announce a model under somebody else's name. So where several fit, those count that have a peer.
-    Raises UnknownModel that lists what is served, MixedModels where several fit.
+    Any peer can announce a model under the name of another. So of several matches, those without a peer are dropped.
+    Raises UnknownModel that lists the served models, MixedModels where several match.
     """
     records = model_records(await directory.collect(MODELS_TOPIC))
     by_digest = served_models(records)
     wanted = name_or_digest.casefold()
-    fitting = [model for model in by_digest if wanted in (model.name.casefold(), model.digest)]
-    if not fitting and len(wanted) >= MIN_DIGEST_PREFIX:
-        fitting = [model for model in by_digest if model.digest.startswith(wanted)]
-    if not fitting:
+    matches = [model for model in by_digest if wanted in (model.name.casefold(), model.digest)]
+    if not matches and len(wanted) >= MIN_DIGEST_PREFIX:
+        matches = [model for model in by_digest if model.digest.startswith(wanted)]
+    if not matches:
         served = ", ".join(f"{model.name} ({model.digest[:12]})" for model in by_digest) or "nothing"
         raise UnknownModel(f"nobody serves {name_or_digest!r}; this swarm serves {served}")
-    if len(fitting) > 1:
+    if len(matches) > 1:
         authors = Counter(record.digest for record in records)
-        likeliest = sorted(fitting, key=lambda model: -authors[model.digest])[:_MAX_CHECKED]
-        alive = [model for model in likeliest if await find_peers(directory, model.digest, now=wall())]
-        fitting = sorted(alive or likeliest, key=fitting.index)
-    if len(fitting) > 1:
+        most_announced = sorted(matches, key=lambda model: -authors[model.digest])[:_MAX_LOOK_UPS]
+        with_peers = [model for model in most_announced if await find_peers(directory, model.digest, now=wall())]
+        matches = sorted(with_peers or most_announced, key=matches.index)
+    if len(matches) > 1:
         listed = "; ".join(
-            f"{model.digest[:16]} ({model.name}, {model.weights}, {model.layers} layers)" for model in fitting
+            f"{model.digest[:16]} ({model.name}, {model.weights}, {model.layers} layers)" for model in matches
         )
-        raise MixedModels(f"{name_or_digest!r} fits {len(fitting)} different models here: {listed}; name the digest")
-    return fitting[0]
+        raise MixedModels(f"{name_or_digest!r} fits {len(matches)} different models here: {listed}; name the digest")
+    return matches[0]
 
 
 def served_models(records: Iterable[ModelRecord]) -> list[ModelRecord]:
-    """One record for each digest, by name; where its peers describe it differently, what most of them say."""
-    said: dict[str, Counter[ModelRecord]] = {}
+    """One record for each digest, by name. Where peers describe a model differently, the most common description."""
+    descriptions: dict[str, Counter[ModelRecord]] = {}
     expiry: dict[str, float] = {}
     for record in records:
         if _DIGEST.fullmatch(record.digest):
-            said.setdefault(record.digest, Counter())[replace(record, expires_at=0.0)] += 1
+            descriptions.setdefault(record.digest, Counter())[replace(record, expires_at=0.0)] += 1
             expiry[record.digest] = max(record.expires_at, expiry.get(record.digest, 0.0))
     models = [
-        replace(max(sorted(words, key=repr), key=words.__getitem__), expires_at=expiry[digest])
-        for digest, words in said.items()
+        replace(max(sorted(counts, key=repr), key=counts.__getitem__), expires_at=expiry[digest])
+        for digest, counts in descriptions.items()
     ]
     return sorted(models, key=lambda model: (model.name, model.digest))
 
 
 async def find_peers(directory: Directory, digest: str, *, now: float) -> list[PeerRecord]:
-    """Who serves `digest`, those that are leaving included: one record for each peer, by span.
-
-    A peer that was restarted shows once, as what it announced last.
-    """
+    """The newest record of each peer that serves `digest`, ordered by span. Leaving peers are included."""
     latest: dict[str, PeerRecord] = {}
     for record in peer_records(await directory.collect(digest), digest):
-        before = latest.get(record.peer_id)
-        if now < record.expires_at <= now + MAX_TTL_S and (before is None or _age(before) < _age(record)):
+        earlier = latest.get(record.peer_id)
+        is_current = now < record.expires_at <= now + MAX_TTL_S
+        if is_current and (earlier is None or _recency(earlier) < _recency(record)):
             latest[record.peer_id] = record
     return sorted(latest.values(), key=lambda record: (record.span, record.peer_id))
 
 
-def _age(record: PeerRecord) -> tuple[float, float, int]:
+def _recency(record: PeerRecord) -> tuple[float, float, int]:
     return record.announced_at, record.expires_at, record.incarnation

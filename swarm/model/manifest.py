@@ -1,20 +1,20 @@
-"""What a model package is: a directory of OpenVINO graphs, one a layer, and `manifest.json`.
+"""The model package: a directory of OpenVINO graphs, one for each layer, and `manifest.json`.
 
 ::
 
     PACKAGE/
-      manifest.json                     this file's `Manifest`; its digest is the model's identity
+      manifest.json                     a `Manifest`; its digest is the identity of the model
       embed.xml  embed.bin              input_ids [1, n] i64             -> hidden_states [1, n, hidden] f32
       layer_000.xml  layer_000.bin ...  hidden_states, attention_mask [1, past + n] i64,
                                         position_ids [1, n] i64, beam_idx [1] i32
                                                                          -> hidden_states_out [1, n, hidden]
       head.xml  head.bin                hidden_states [1, n, hidden]     -> logits [1, n, vocab] f32
-      layer_000.decode.xml  layer_000.prefill.xml ...   where it was exported for NPUs too: the layer without
-                                        state or dynamic shape, one token and a chunk wide, over layer_000.bin
-      openvino_tokenizer.xml ...        what openvino_genai.Tokenizer reads
+      layer_000.decode.xml  layer_000.prefill.xml ...   only if exported for NPUs: static graphs of the layer, one
+                                        token and a chunk wide, without state, over the weights in layer_000.bin
+      openvino_tokenizer.xml ...        the files of openvino_genai.Tokenizer
 
-A *part* is what is fetched and loaded together: `embed`, `layer_000` ..., `head`, `tokenizer`, `static_000` ...
-A layer's graph leaves out the inputs that it does not read. Export and peers meet only here.
+The files of a part are fetched and loaded together. Parts: `embed`, `layer_000` ..., `head`, `tokenizer`,
+`static_000` ... A layer's graph omits inputs that it does not read. Export and peers share only this format.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """One file of a package. `path` is relative, one level, POSIX; `size` in bytes; `sha256` in hex."""
+    """A file of a package. `path` is a plain file name; `size` in bytes; `sha256` in hex."""
 
     path: str
     size: int
@@ -61,8 +61,8 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """One layer. `window` is the sliding window in tokens, None for full attention; `experts` how many the layer
-    chooses from, None for an ordinary MLP or where the source does not say."""
+    """A layer. `window` is the sliding window in tokens, None for full attention; `experts` is the number of experts,
+    None for a dense MLP or where the source does not say."""
 
     kv_heads: int
     key_size: int
@@ -82,17 +82,17 @@ class LayerSpec:
 
     @property
     def kv_elements(self) -> int:
-        """Numbers that one token adds to the KV cache of this layer."""
+        """Numbers that a token adds to the KV cache of this layer."""
         return self.kv_heads * (self.key_size + self.value_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StaticSpec:
-    """The sizes of the static graphs, in tokens: all that is fixed at export because a compiler of an NPU must know it.
+    """The sizes of the static graphs, in tokens. They are fixed at export, because an NPU compiler needs static shapes.
 
-    A session attends to `context` positions: to the first `sinks` of its text for ever, and to the last of the
-    others. Prompts are read `chunk` tokens at a time. A session whose text has outgrown the context can
-    still forget its last `rewind` tokens.
+    A session attends to `context` positions: always to the first `sinks` of its text, and to the latest of the
+    others. Prompts are computed `chunk` tokens at a time. A session whose text is longer than the context can still
+    rewind its last `rewind` tokens.
     """
 
     context: int
@@ -104,44 +104,43 @@ class StaticSpec:
         for name in ("context", "chunk", "sinks", "rewind"):
             if not isinstance(getattr(self, name), int):
                 raise PackageError(f"static graphs: {name} is {getattr(self, name)!r}, not a number of tokens")
-        for name, least, most in (
+        for name, minimum, maximum in (
             ("context", 2, 1 << 20),
             ("sinks", 0, self.context - 1),
             ("chunk", 2, self.context - self.sinks),
             ("rewind", 0, 1 << 16),
         ):
             value = getattr(self, name)
-            if not least <= value <= most:
-                raise PackageError(f"static graphs: {name} is {value}; {least} to {most} are possible")
+            if not minimum <= value <= maximum:
+                raise PackageError(f"static graphs: {name} is {value}; {minimum} to {maximum} are possible")
 
     @property
     def reach(self) -> int:
-        """How many of the last positions are attended to, beside the sinks."""
+        """The sliding window: the latest positions that are attended to, besides the sinks."""
         return self.context - self.sinks
 
     @property
     def slots(self) -> int:
-        """Positions that a session's cache has room for."""
+        """Positions in the KV cache of a session."""
         return self.context + self.rewind
 
     def furthest(self, length: int) -> int:
-        """The position up to which guesses may go after a text of `length` tokens, for all of them to be forgotten."""
+        """The length up to which a text of `length` tokens may grow by guesses so that all of them can be rewound."""
         return max(self.slots, length + self.rewind)
 
     @property
     def widths(self) -> dict[str, int]:
-        """The kinds of graph, and how many tokens each takes at a time."""
+        """The tokens of a step, by kind of graph."""
         return {DECODE: 1, PREFILL: self.chunk}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A model package, as written by export and read by everyone.
+    """The description of a model package.
 
-    `grid` holds the ascending boundaries, 0 and the layer count included, on which peers place the
-    ends of their spans; `parts` maps a part's name to its files. `together` holds half-open (first, last) pairs of
-    layers that only work in one span, because later ones read the keys and values of the first.
-    `static` is None where there are no static graphs.
+    `grid` are the ascending layer boundaries, from 0 to the layer count, at which spans begin and end. `parts` maps
+    the name of a part to its files. `together` are half-open (first, last) ranges of layers that must be in one span,
+    because later ones read the keys and values of the first. `static` is None where there are no static graphs.
     """
 
     name: str
@@ -177,7 +176,7 @@ class Manifest:
             raise PackageError(f"manifest: grid {self.grid} does not ascend from 0 to {len(self.layers)}")
         for first, last in self.together:
             if not 0 <= first < last <= len(self.layers):
-                raise PackageError(f"manifest: layers {first}:{last}, said to belong together, are not in the model")
+                raise PackageError(f"manifest: layers {first}:{last} in `together` are not in the model")
             if inside := [bound for bound in self.grid if first < bound < last]:
                 raise PackageError(f"manifest: the grid's boundary {inside[0]} divides layers {first}:{last}")
         layers = range(len(self.layers))
@@ -192,9 +191,9 @@ class Manifest:
         return LayerRange(0, len(self.layers))
 
     def to_json(self) -> bytes:
-        """Canonical: equal manifests give equal bytes, and so equal digests."""
+        """Canonical JSON: equal manifests have equal bytes and equal digests."""
         plain = asdict(self) | {"parts": {k: [asdict(f) for f in v] for k, v in self.parts.items()}}
-        # What came later is left out where it says nothing, so that older packages keep their digest.
+        # Fields of later versions are omitted where they are unset, so that older packages keep their digest.
         plain["layers"] = [{k: v for k, v in layer.items() if k != "experts" or v} for layer in plain["layers"]]
         if not self.together:
             del plain["together"]
@@ -209,7 +208,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, raw: bytes) -> Manifest:
-        """Read untrusted bytes. Raises PackageError that names the value which is wrong."""
+        """Read untrusted bytes. Raises PackageError that names the invalid value."""
         if len(raw) > MAX_MANIFEST_BYTES:
             raise PackageError(f"manifest of {len(raw)} bytes is over the limit of {MAX_MANIFEST_BYTES}")
         try:
@@ -232,9 +231,9 @@ class Manifest:
         return list({entry.path: entry for part in parts for entry in self.parts[part]}.values())
 
     def span_parts(self, span: LayerRange) -> list[str]:
-        """The parts that whoever serves `span` runs: embed with layer 0, head with the last layer.
+        """The parts that a peer with `span` runs: its layers, embed with layer 0, head with the last layer.
 
-        Raises PackageError where the model has no such layers, or where `span` divides layers that belong together.
+        Raises PackageError where the model lacks layers of `span`, or where `span` divides layers in `together`.
         """
         if span.last > len(self.layers):
             raise PackageError(f"layers {span} are not in {self.name}, which has {len(self.layers)}")
@@ -246,16 +245,16 @@ class Manifest:
         return self.parts_run_by(span)
 
     def divided_by(self, span: LayerRange) -> LayerRange | None:
-        """Layers that belong together and of which `span` has some and lacks others."""
+        """A range of `together` of which `span` has some layers and lacks others."""
         ranges = (LayerRange(first, last) for first, last in self.together)
         return next((r for r in ranges if r.first < span.first < r.last or r.first < span.last < r.last), None)
 
     def span_bytes(self, span: LayerRange) -> int:
-        """Bytes on disk of what `span` runs."""
+        """Bytes on disk of the parts that `span` runs."""
         return sum(entry.size for entry in self.files(self.parts_run_by(span)))
 
     def parts_run_by(self, span: LayerRange) -> list[str]:
-        """The same of any span, for counting what it would take."""
+        """`span_parts` of any span, without checks, to estimate its cost."""
         return (
             [EMBED] * (span.first == 0)
             + [layer_part(layer) for layer in span]
@@ -263,7 +262,7 @@ class Manifest:
         )
 
     def static_parts(self, span: LayerRange) -> list[str]:
-        """What static graphs of `span` are, beside `span_parts`. Raises PackageError where there are none."""
+        """The parts with the static graphs of `span`. Raises PackageError where the package has none."""
         if self.static is None:
             raise PackageError(
                 f"{self.name} ({self.digest[:12]}) has no static graphs: export it with --static CONTEXT, or serve it "
@@ -272,7 +271,7 @@ class Manifest:
         return [static_part(layer) for layer in span]
 
     def kv_elements(self, span: LayerRange) -> int:
-        """Numbers that one token adds to the KV cache over `span`."""
+        """Numbers that a token adds to the KV cache over `span`."""
         return sum(self.layers[layer].kv_elements for layer in span)
 
 
@@ -289,20 +288,20 @@ def static_part(layer: int) -> str:
 
 
 def static_file(layer: int, kind: str) -> str:
-    """The name of the layer's graph of one of `StaticSpec.widths`; its weights are in the layer's own .bin."""
+    """The file of a layer's static graph; `kind` as in `StaticSpec.widths`. Its weights are in the layer's .bin."""
     return f"{layer_part(layer)}.{kind}.xml"
 
 
-def even_grid(layers: int, ways: int = 8, together: Iterable[tuple[int, int]] = ()) -> tuple[int, ...]:
-    """Boundaries for about `ways` equal spans, none of which divides layers that belong `together`.
+def even_grid(layers: int, spans: int = 8, together: Iterable[tuple[int, int]] = ()) -> tuple[int, ...]:
+    """Boundaries of about `spans` spans of equal length, none of which divides layers in `together`.
 
     >>> even_grid(30)
     (0, 4, 8, 11, 15, 19, 22, 26, 30)
     >>> even_grid(30, together=[(13, 30)])
     (0, 4, 8, 11, 13, 30)
     """
-    ways = min(ways, layers)
-    bounds = {round(i * layers / ways) for i in range(ways + 1)}
+    spans = min(spans, layers)
+    bounds = {round(i * layers / spans) for i in range(spans + 1)}
     for first, last in together:
         inside = {bound for bound in bounds if first < bound < last}
         bounds = (bounds - inside) | ({first, last} if inside else set())
@@ -310,7 +309,7 @@ def even_grid(layers: int, ways: int = 8, together: Iterable[tuple[int, int]] = 
 
 
 def load_manifest(package: Path) -> Manifest:
-    """Read PACKAGE/manifest.json. Raises PackageError where there is none, or a bad one."""
+    """Read PACKAGE/manifest.json. Raises PackageError where it is missing or invalid."""
     path = package / MANIFEST
     try:
         with path.open("rb") as file:
@@ -322,24 +321,24 @@ def load_manifest(package: Path) -> Manifest:
 
 
 def package_folder(text: str | Path) -> Path | None:
-    """The directory where a package is meant; None where `text` is the name of a model or its digest.
+    """The path if `text` is the path of a package; None if it is the name or the digest of a model.
 
-    A path is a `Path`, or has a slash in it. A bare word is a name, unless it is a directory with a manifest: a
-    folder that happens to be called like a model does not stand in for it.
+    A `Path`, or text with a slash, is a path. A bare word is a path only if it is a directory with a manifest: another
+    directory with the name of a model does not hide the model.
     """
     path = Path(os.path.expanduser(text))
     is_path = isinstance(text, Path) or "/" in text or text in (".", "..", "~")
-    # os.path: a name may be what no file can be called
+    # os.path.isfile returns False for names that are too long for a file, where Path.is_file raises.
     return path if is_path or (text and os.path.isfile(path / MANIFEST)) else None
 
 
 def describe_file(path: Path) -> FileEntry:
-    """Size and hash of a file as it is on disk."""
+    """Size and hash of a file on disk."""
     return FileEntry(path=path.name, size=path.stat().st_size, sha256=sha256_of(path))
 
 
 def sha256_of(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:
-    """Hex SHA-256; `progress` hears the bytes of each piece read."""
+    """Hex SHA-256; `progress` receives the size of each piece that was read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_CHUNK):
@@ -349,7 +348,7 @@ def sha256_of(path: Path, progress: Callable[[int], None] = lambda _: None) -> s
 
 
 def check_files(package: Path, entries: Iterable[FileEntry], progress: Callable[[int], None] = lambda _: None) -> None:
-    """Compare files with the manifest. Raises DamagedFile naming the first that is missing or differs."""
+    """Compare files with their entries. Raises DamagedFile naming the first that is missing or differs."""
     for entry in entries:
         path = package / entry.path
         try:

@@ -1,4 +1,4 @@
-"""How a span computes: the precision that is asked for, and the one that a device then has."""
+"""The requested precision mode, and the numerics in which a device then computes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Precision = Literal["accuracy", "performance"]
-"""`accuracy`: f32 with an f32 cache, the unsplit model's tokens; `performance`: what the device does by default."""
+"""`accuracy`: f32 with an f32 cache, the tokens of the unsplit model; `performance`: the device's default types."""
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """How a span computes: both must agree along a route for its text to be one model's text.
+    """The precision of inference (`f32`, `bf16` or `f16`) and of the KV cache (`f32`, `u8` ...).
 
-    `inference` is `f32`, `bf16` or `f16`; `kv` the stored precision of the cache (`f32`, `u8` ...).
+    Both must be the same on all hops of a route, unless it may mix them.
     """
 
     inference: str

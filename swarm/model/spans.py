@@ -55,7 +55,7 @@ class LayerRange:
 
 
 def union(ranges: Iterable[LayerRange]) -> list[LayerRange]:
-    """The same layers as ascending, disjoint, non-touching ranges."""
+    """The same layers as ascending ranges that neither overlap nor touch."""
     merged: list[LayerRange] = []
     for span in sorted(ranges):
         if merged and span.first <= merged[-1].last:
@@ -66,22 +66,22 @@ def union(ranges: Iterable[LayerRange]) -> list[LayerRange]:
 
 
 def gaps(ranges: Iterable[LayerRange], layers: int) -> list[LayerRange]:
-    """What of the layers 0 ... `layers` no range covers, ascending."""
+    """The layers below `layers` that no range covers, ascending."""
     missing: list[LayerRange] = []
-    edge = 0
+    covered_to = 0
     for span in union(ranges):
         if span.first >= layers:
             break
-        if span.first > edge:
-            missing.append(LayerRange(edge, span.first))
-        edge = max(edge, span.last)
-    if edge < layers:
-        missing.append(LayerRange(edge, layers))
+        if span.first > covered_to:
+            missing.append(LayerRange(covered_to, span.first))
+        covered_to = max(covered_to, span.last)
+    if covered_to < layers:
+        missing.append(LayerRange(covered_to, layers))
     return missing
 
 
 def coverage(ranges: Iterable[LayerRange], layers: int) -> list[int]:
-    """How many ranges serve each layer; length `layers`."""
+    """The number of ranges over each layer; length `layers`."""
     counts = [0] * layers
     for span in ranges:
         for layer in range(span.first, min(span.last, layers)):

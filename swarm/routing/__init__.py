@@ -1,1 +1,1 @@
-"""Which peers a session runs through. Pure functions over records and measured links."""
+"""Routing: which peers a session runs through. Pure functions over records and measured links."""

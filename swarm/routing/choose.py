@@ -1,9 +1,9 @@
-"""Which peers a session runs through, and why those. Pure: records and measured links in, a `Plan` out.
+"""Choose the peers of a session, and explain the choice. Pure: records and measured links in, a `Plan` out.
 
 ::
 
-    records ──► usable? ──► one graph for each numerics ──► cheapest path ──► what lost, and by how much
-                  └── left out, each with its reason (named by NotCovered where layers are then missing)
+    records ──► usable peers ──► one graph for each numerics ──► cheapest path ──► the alternatives, and why they lost
+          └──► left out, each with a reason (NotCovered names them where layers are then missing)
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from swarm.errors import NotCovered
 from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange, gaps
 from swarm.routing.plan import Alternative, LeftOut, LeftOutCode, Plan, Route, RouteRequest
-from swarm.routing.shortest_path import Path, Prefer, Ways, best_path, stops
+from swarm.routing.shortest_path import Path, PreferHop, RouteCosts, best_path, boundaries
 from swarm.transport.link import LinkQuality
 
-_EXPLAINED = 32
-"""Peers off the route whose best route is worked out too; a search for each."""
-_NAMED = 4
-_SAME_S = 5e-5
+_MAX_EXPLAINED = 32
+"""Peers off the route for which an alternative through them is searched."""
+_MAX_NAMED = 4
+_MIN_DIFFERENCE_S = 5e-5
 
 
 def choose_route(
@@ -36,9 +36,8 @@ def choose_route(
 ) -> Plan:
     """The cheapest route over all layers.
 
-    `links` is what the client measured, by peer id; `now` Unix time in seconds; `banned` the seconds for
-    which a peer is still banned, by peer id. Without `explain`, no alternatives are worked out (each
-    costs a search of its own).
+    `links` are the client's measurements, by peer id; `now` is Unix time in seconds; `banned` maps a peer id to the
+    seconds for which it stays banned. Without `explain` the plan has no alternatives (each costs a search).
 
     Raises NotCovered, which names the missing layers and why peers that announce them cannot be used.
     """
@@ -52,14 +51,13 @@ def replan(
     banned: Mapping[str, float],
     records: Iterable[PeerRecord] | None = None,
     links: Mapping[str, LinkQuality] | None = None,
-    explain: bool = False,
 ) -> Plan:
-    """Another route for a session that runs on `plan.route`, by newer records and links where there are.
+    """Choose another route for a session on `plan.route`, without alternatives.
 
-    A hop that still works holds the session's KV reservation, so its peer is not asked for free room
-    again. It computes as the route before did: a text is never half of one numerics and half of another.
-    Of the routes within `request.keep_margin` of the cheapest, it takes the one that keeps most
-    hops (same peer, same layers). Raises NotCovered as `choose_route` does.
+    `records` and `links` default to those of `plan`. The hops of `plan.route` hold a KV reservation for the session, so
+    their peers need no free KV cache. The numerics stay the same, because one text is computed in one precision. Of the
+    routes within `request.keep_margin` of the cheapest, it chooses the one that keeps the most hops (same peer, same
+    layers). Raises NotCovered as `choose_route` does.
     """
     numerics = plan.route.numerics or plan.request.numerics
     return _plan(
@@ -68,36 +66,33 @@ def replan(
         links=plan.links if links is None else links,
         now=now,
         banned=banned,
-        explain=explain,
-        before=plan.route,
+        explain=False,
+        current=plan.route,
     )
 
 
 def explain_difference(chosen: Route, other: Route) -> str:
-    """How `other` compares, in milliseconds of one step.
-
-    "+12.3 ms: 8.1 ms more latency, 4.2 ms more compute".
-    """
-    shares = ("latency", "transfer", "compute", "queue", "entry")
-    parts = []
-    for share in shares:
-        more = sum(getattr(hop.cost, f"{share}_s") for hop in other.hops)
-        more -= sum(getattr(hop.cost, f"{share}_s") for hop in chosen.hops)
-        if share == "latency":
-            more += other.return_s - chosen.return_s
-        if abs(more) >= _SAME_S:
-            parts.append((more, f"{abs(more) * 1e3:.1f} ms {'more' if more > 0 else 'less'} {share}"))
-    difference = other.step_s - chosen.step_s
-    if not parts:
+    """Compare `other` with `chosen`, by one step: "+12.3 ms: 8.1 ms more latency, 4.2 ms more compute"."""
+    differences = []
+    for cost in ("latency", "transfer", "compute", "queue", "entry"):
+        difference_s = sum(getattr(hop.cost, f"{cost}_s") for hop in other.hops)
+        difference_s -= sum(getattr(hop.cost, f"{cost}_s") for hop in chosen.hops)
+        if cost == "latency":
+            difference_s += other.return_s - chosen.return_s
+        if abs(difference_s) >= _MIN_DIFFERENCE_S:
+            text = f"{abs(difference_s) * 1e3:.1f} ms {'more' if difference_s > 0 else 'less'} {cost}"
+            differences.append((difference_s, text))
+    total_s = other.step_s - chosen.step_s
+    if not differences:
         return "costs the same"
-    # what speaks for the difference comes first
-    parts.sort(key=lambda part: -part[0] if difference >= 0 else part[0])
-    return f"{difference * 1e3:+.1f} ms: {', '.join(text for _, text in parts)}"
+    # The costs that differ in the same direction as the total come first.
+    differences.sort(key=lambda pair: -pair[0] if total_s >= 0 else pair[0])
+    return f"{total_s * 1e3:+.1f} ms: {', '.join(text for _, text in differences)}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Choice:
-    """One set of peers that may share a route, and the best path through it."""
+class _Candidate:
+    """One group of peers that may share a route, and the best path through the group."""
 
     numerics: Numerics | None
     usable: tuple[PeerRecord, ...]
@@ -112,26 +107,25 @@ def _plan(
     now: float,
     banned: Mapping[str, float],
     explain: bool,
-    before: Route | None = None,
+    current: Route | None = None,
 ) -> Plan:
-    reserved = before.peer_ids if before else ()
+    reserved = current.peer_ids if current else ()
     usable, left_out = sift(records, request, links=links, now=now, banned=banned, reserved=reserved)
-    ways = Ways(request, links)
-    choices = _choices(usable, ways, before)
-    found = [(choice, ways.route(choice.path.steps)) for choice in choices if choice.path]
+    costs = RouteCosts(request, links)
+    candidates = _candidates(usable, costs, current)
+    found = [(candidate, costs.route(candidate.path.hops)) for candidate in candidates if candidate.path]
     if not found:
-        raise _not_covered(choices, usable, left_out, request)
-    choice, route = min(found, key=lambda pair: (pair[1].cost_s, str(pair[0].numerics)))
+        raise _not_covered(candidates, usable, left_out, request)
+    winner, route = min(found, key=lambda pair: (pair[1].cost_s, str(pair[0].numerics)))
     alternatives: list[Alternative] = []
     if explain:
-        tie = "hops that work are kept" if before else "equals are spread among clients" if request.seed else "a tie"
-        explainer = _Explainer(usable=choice.usable, route=route, ways=ways, tie=tie)
+        explainer = _Explainer(usable=winner.usable, route=route, costs=costs)
         alternatives = explainer.alternatives()
         alternatives += [explainer.other_numerics(other) for _, other in found if other is not route]
     return Plan(
         route=route,
         alternatives=tuple(alternatives),
-        left_out=(*left_out, *_excluded(usable, choice)),
+        left_out=(*left_out, *_with_other_numerics(usable, winner)),
         request=request,
         records=records,
         links=links,
@@ -147,28 +141,28 @@ def sift(
     banned: Mapping[str, float],
     reserved: Collection[str] = (),
 ) -> tuple[list[PeerRecord], list[LeftOut]]:
-    """Whom a route may use, ordered by peer id; and whom not, each with the first reason that holds.
+    """The records that a route may use, by peer id, and the others, each with the first reason that applies.
 
-    `reserved` are the peers that hold room for the session already.
+    `reserved` are the ids of peers that already hold a KV reservation for the session.
     """
     newest: dict[str, PeerRecord] = {}
     left_out: list[LeftOut] = []
     for record in sorted(records, key=lambda r: (r.peer_id, -r.announced_at, -r.incarnation)):
         if record.peer_id in newest:
-            left_out.append(LeftOut(record=record, code="older", reason="announced itself again since"))
+            left_out.append(LeftOut(record=record, code="older", reason="has announced a newer record"))
             continue
         newest[record.peer_id] = record
     usable = []
     for record in newest.values():
-        fault = _fault(record, request, links.get(record.peer_id), now, banned, reserved)
-        if fault is None:
+        unusable = _unusable(record, request, links.get(record.peer_id), now, banned, reserved)
+        if unusable is None:
             usable.append(record)
         else:
-            left_out.append(LeftOut(record=record, code=fault[0], reason=fault[1]))
+            left_out.append(LeftOut(record=record, code=unusable[0], reason=unusable[1]))
     return usable, left_out
 
 
-def _fault(
+def _unusable(
     record: PeerRecord,
     request: RouteRequest,
     link: LinkQuality | None,
@@ -176,14 +170,15 @@ def _fault(
     banned: Mapping[str, float],
     reserved: Collection[str],
 ) -> tuple[LeftOutCode, str] | None:
+    """Why no route may use the peer; None if one may."""
     if record.span.last > request.layers:
         return "layers", f"announces layers {record.span} of a model that has {request.layers}"
     if record.expires_at <= now:
-        return "expired", f"was last heard of {now - record.announced_at:.0f} s ago"
+        return "expired", f"last announced {now - record.announced_at:.0f} s ago"
     if record.state == LEAVING:
         return "leaving", "is leaving"
     if record.peer_id in banned:
-        return "banned", f"was busy or failed: asked again in {max(0.0, banned[record.peer_id]):.0f} s"
+        return "banned", f"was busy or failed: tried again in {max(0.0, banned[record.peer_id]):.0f} s"
     if not record.addresses:
         return "no_address", "announces no address"
     if link is not None and not link.reachable:
@@ -198,136 +193,145 @@ def _fault(
     return None
 
 
-def _choices(usable: Sequence[PeerRecord], ways: Ways, before: Route | None) -> list[_Choice]:
-    request = ways.request
+def _candidates(usable: Sequence[PeerRecord], costs: RouteCosts, current: Route | None) -> list[_Candidate]:
+    request = costs.request
     groups: list[tuple[Numerics | None, tuple[PeerRecord, ...]]] = [(request.numerics, tuple(usable))]
     if request.numerics is None and not request.allow_mixed and usable:
         kinds = sorted({record.numerics for record in usable}, key=str)
         groups = [(kind, tuple(record for record in usable if record.numerics == kind)) for kind in kinds]
-    prefer = _keeps(before) if before else None
-    margin = request.keep_margin if before else 0.0
+    prefer = _prefer_hops_of(current) if current else None
+    margin = request.keep_margin if current else 0.0
     return [
-        _Choice(numerics=numerics, usable=group, path=best_path(group, ways, prefer=prefer, margin=margin))
+        _Candidate(numerics=numerics, usable=group, path=best_path(group, costs, prefer=prefer, margin=margin))
         for numerics, group in groups
     ]
 
 
-def _keeps(before: Route) -> Prefer:
-    hops = {(hop.record.peer_id, hop.span) for hop in before.hops}
+def _prefer_hops_of(route: Route) -> PreferHop:
+    hops = {(hop.record.peer_id, hop.span) for hop in route.hops}
     return lambda record, span: (record.peer_id, span) in hops
 
 
-def _excluded(usable: Sequence[PeerRecord], choice: _Choice) -> list[LeftOut]:
-    """Who could have been used, had the route not settled on one kind of numerics."""
-    inside = {record.peer_id for record in choice.usable}
+def _with_other_numerics(usable: Sequence[PeerRecord], candidate: _Candidate) -> list[LeftOut]:
+    """The usable peers that `candidate` leaves out because of their numerics."""
+    included = {record.peer_id for record in candidate.usable}
     return [
-        LeftOut(record=record, code="numerics", reason=f"computes in {record.numerics}, not in {choice.numerics}")
+        LeftOut(record=record, code="numerics", reason=f"computes in {record.numerics}, not in {candidate.numerics}")
         for record in usable
-        if record.peer_id not in inside
+        if record.peer_id not in included
     ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Explainer:
-    """Says of each other route why it lost. `tie` is the reason where it is no worse."""
+    """Finds the alternatives and says why each of them lost."""
 
     usable: Sequence[PeerRecord]
     route: Route
-    ways: Ways
-    tie: str
+    costs: RouteCosts
 
     def alternatives(self) -> list[Alternative]:
-        off = [record for record in self.usable if record.peer_id not in self.route.peer_ids]
-        return [self._without(hop.record) for hop in self.route.hops] + [self._through(r) for r in off[:_EXPLAINED]]
+        off_route = [record for record in self.usable if record.peer_id not in self.route.peer_ids]
+        without = [self._without(hop.record) for hop in self.route.hops]
+        return without + [self._through(record) for record in off_route[:_MAX_EXPLAINED]]
 
     def other_numerics(self, other: Route) -> Alternative:
-        return Alternative(kind="numerics", peer_id="", route=other, reason=f"{other.numerics}: {self._why(other)}")
+        return Alternative(kind="numerics", peer_id="", route=other, reason=f"{other.numerics}: {self._reason(other)}")
 
-    def _without(self, gone: PeerRecord) -> Alternative:
-        others = [record for record in self.usable if record.peer_id != gone.peer_id]
-        path = best_path(others, self.ways)
+    def _without(self, excluded: PeerRecord) -> Alternative:
+        others = [record for record in self.usable if record.peer_id != excluded.peer_id]
+        path = best_path(others, self.costs)
         if path is None:
-            missing = ", ".join(map(str, _missing(others, self.ways.request.layers)))
+            missing = ", ".join(map(str, _missing_layers(others, self.costs.request.layers)))
             return Alternative(
-                kind="without", peer_id=gone.peer_id, route=None, reason=f"no route: nobody else serves {missing}"
+                kind="without", peer_id=excluded.peer_id, route=None, reason=f"no route: nobody else serves {missing}"
             )
-        other = self.ways.route(path.steps)
-        return Alternative(kind="without", peer_id=gone.peer_id, route=other, reason=self._why(other))
+        other = self.costs.route(path.hops)
+        return Alternative(kind="without", peer_id=excluded.peer_id, route=other, reason=self._reason(other))
 
     def _through(self, record: PeerRecord) -> Alternative:
         peer_id = record.peer_id
-        path = best_path(self.usable, self.ways, prefer=lambda r, _: r.peer_id == peer_id, needs=1)
+        path = best_path(self.usable, self.costs, prefer=lambda r, _: r.peer_id == peer_id, min_preferred=1)
         if path is None:
-            reason = f"no route: the others' spans do not meet its stops {', '.join(map(str, stops(record)))}"
+            reason = f"no route: no other spans meet its boundaries {', '.join(map(str, boundaries(record)))}"
             return Alternative(kind="through", peer_id=peer_id, route=None, reason=reason)
-        other = self.ways.route(path.steps)
-        return Alternative(kind="through", peer_id=peer_id, route=other, reason=self._why(other))
+        other = self.costs.route(path.hops)
+        return Alternative(kind="through", peer_id=peer_id, route=other, reason=self._reason(other))
 
-    def _why(self, other: Route) -> str:
+    def _reason(self, other: Route) -> str:
         reason = explain_difference(self.route, other)
-        if self.ways.request.objective == "throughput":
-            slow = max(other.hops, key=lambda hop: hop.cost.stage_s)
+        if self.costs.request.objective == "throughput":
+            slowest = max(other.hops, key=lambda hop: hop.cost.stage_s)
             reason = (
-                f"slowest stage {other.slowest_s * 1e3:.1f} ms ({slow.record.name or slow.record.peer_id[:8]}) "
+                f"slowest stage {other.slowest_s * 1e3:.1f} ms ({slowest.record.name or slowest.record.peer_id[:8]}) "
                 f"against {self.route.slowest_s * 1e3:.1f} ms; a step {reason}"
             )
-        no_worse = (other.cost_s, other.step_s) <= (self.route.cost_s, self.route.step_s)
-        return f"{reason}; {self.tie}" if no_worse else reason
+        if (other.cost_s, other.step_s) > (self.route.cost_s, self.route.step_s):
+            return reason
+        return f"{reason}; {'equal routes are spread among clients' if self.costs.request.seed else 'a tie'}"
 
 
-def _missing(usable: Sequence[PeerRecord], layers: int) -> list[LayerRange]:
-    """What a new peer would have to serve for there to be a route: holes, or else the shortest bridge."""
-    holes = gaps((record.span for record in usable), layers)
-    if holes:
-        return holes
-    forward = _reachable([stops(record) for record in usable], 0)
-    backward = _reachable([stops(record)[::-1] for record in usable], layers)
+def _missing_layers(usable: Sequence[PeerRecord], layers: int) -> list[LayerRange]:
+    """The layers that new peers must serve for a route to exist: those without a peer, or else the shortest range that
+    joins boundaries reachable from both ends."""
+    unserved = gaps((record.span for record in usable), layers)
+    if unserved:
+        return unserved
+    forward = _reachable([boundaries(record) for record in usable], 0)
+    backward = _reachable([boundaries(record)[::-1] for record in usable], layers)
     bridges = [LayerRange(a, b) for a in forward for b in backward if a < b]
     return [min(bridges, key=lambda bridge: (len(bridge), bridge))]
 
 
-def _reachable(ways: Iterable[Sequence[int]], start: int) -> set[int]:
-    """Boundaries that can be reached from `start` along lists of stops, each walked in its order."""
-    lists = list(ways)
-    reached, fresh = {start}, {start}
-    while fresh:
-        onward = {stop for way in lists for at in fresh.intersection(way) for stop in way[way.index(at) :]}
-        fresh = onward - reached
-        reached |= fresh
+def _reachable(boundary_lists: Sequence[Sequence[int]], start: int) -> set[int]:
+    """The boundaries that can be reached from `start` by following the lists in their order."""
+    reached, latest = {start}, {start}
+    while latest:
+        following = {
+            boundary
+            for boundary_list in boundary_lists
+            for at in latest.intersection(boundary_list)
+            for boundary in boundary_list[boundary_list.index(at) :]
+        }
+        latest = following - reached
+        reached |= latest
     return reached
 
 
 def _not_covered(
-    choices: Sequence[_Choice], usable: Sequence[PeerRecord], left_out: Sequence[LeftOut], request: RouteRequest
+    candidates: Sequence[_Candidate],
+    usable: Sequence[PeerRecord],
+    left_out: Sequence[LeftOut],
+    request: RouteRequest,
 ) -> NotCovered:
-    """About the numerics that lack fewest layers."""
-    lacks = [(_missing(choice.usable, request.layers), choice) for choice in choices]
-    missing, choice = min(lacks, key=lambda lack: (sum(map(len, lack[0])), str(lack[1].numerics)))
-    excluded = [*left_out, *_excluded(usable, choice)]
-    parts = [_describe_hole(hole, choice, excluded, request.layers) for hole in missing]
-    wanted = f" in {choice.numerics}" if choice.numerics and len({r.numerics for r in usable}) > 1 else ""
+    """The error, about the numerics that lack the fewest layers."""
+    lacking = [(_missing_layers(candidate.usable, request.layers), candidate) for candidate in candidates]
+    missing, candidate = min(lacking, key=lambda pair: (sum(map(len, pair[0])), str(pair[1].numerics)))
+    excluded = [*left_out, *_with_other_numerics(usable, candidate)]
+    parts = [_describe_gap(gap, candidate, excluded, request.layers) for gap in missing]
+    wanted = f" in {candidate.numerics}" if candidate.numerics and len({r.numerics for r in usable}) > 1 else ""
     full = [out.record.span for out in left_out if out.code == "kv_free" and out.record.kv_total >= request.kv_tokens]
     return NotCovered(
         f"no route over layers 0:{request.layers}{wanted}: {'; '.join(parts)}",
-        missing=[(hole.first, hole.last) for hole in missing],
-        full=not any(gap.overlap(hole) for gap in gaps(full, request.layers) for hole in missing),
+        missing=[(gap.first, gap.last) for gap in missing],
+        full=not any(unserved.overlap(gap) for unserved in gaps(full, request.layers) for gap in missing),
     )
 
 
-def _describe_hole(hole: LayerRange, choice: _Choice, left_out: Sequence[LeftOut], layers: int) -> str:
+def _describe_gap(gap: LayerRange, candidate: _Candidate, left_out: Sequence[LeftOut], layers: int) -> str:
     reasons = [
         f"{out.record.name or out.record.peer_id[:8]} ({out.record.span}) {out.reason}"
         for out in left_out
-        if out.code not in ("older", "layers") and out.record.span.overlap(hole)
+        if out.code not in ("older", "layers") and out.record.span.overlap(gap)
     ]
-    if len(reasons) > _NAMED:
-        reasons[_NAMED:] = [f"and {len(reasons) - _NAMED} more"]
-    if not gaps((record.span for record in choice.usable), layers):
-        joined = f"layers {hole} are served, but no spans meet at {hole.first} and at {hole.last}"
-        return f"{joined}; not usable: {', '.join(reasons)}" if reasons else joined
+    if len(reasons) > _MAX_NAMED:
+        reasons[_MAX_NAMED:] = [f"and {len(reasons) - _MAX_NAMED} more"]
+    if not gaps((record.span for record in candidate.usable), layers):
+        text = f"layers {gap} are served, but no spans meet at {gap.first} and at {gap.last}"
+        return f"{text}; not usable: {', '.join(reasons)}" if reasons else text
     if not reasons:
-        return f"nobody serves layers {hole}"
+        return f"nobody serves layers {gap}"
     announced = [out.record.span for out in left_out if out.code not in ("older", "layers")]
-    alone = [part for empty in gaps(announced, layers) if (part := empty.overlap(hole))]
-    rest = f"; nobody at all serves {', '.join(map(str, alone))}" if alone else ""
-    return f"layers {hole} are served only by peers that cannot be used: {', '.join(reasons)}{rest}"
+    unannounced = [part for empty in gaps(announced, layers) if (part := empty.overlap(gap))]
+    rest = f"; nobody at all serves {', '.join(map(str, unannounced))}" if unannounced else ""
+    return f"layers {gap} are served only by peers that cannot be used: {', '.join(reasons)}{rest}"

@@ -1,6 +1,6 @@
-"""What routing takes and gives: a request, and a plan that explains itself. Values only; seconds and bytes.
+"""Values of routing: the request, the route with its costs, and the plan that explains it. Seconds and bytes.
 
-The search over them is in `paths.py`, the choice in `routing.py`.
+`choose.py` makes a plan from records; `shortest_path.py` searches for the route.
 """
 
 from __future__ import annotations
@@ -23,21 +23,25 @@ OBJECTIVES: tuple[Objective, ...] = ("latency", "throughput")
 
 @dataclass(frozen=True, kw_only=True)
 class RouteRequest:
-    """What the route is for.
+    """What a route must do, and how its cost is counted.
 
     >>> request = RouteRequest(layers=30, hidden_bytes=576 * 4, tokens=1, kv_tokens=512)
 
-    `layers` of the model; `hidden_bytes` that one token's hidden state has on the wire; `tokens` in a step
-    (1: decode; more: a chunk of a prompt); `kv_tokens` of cache that the session needs on every hop;
-    `prompt_tokens` that every hop must attend to at once.
-
-    `numerics` None takes whichever one is cheapest, the same on all hops unless `allow_mixed` is set.
-    `entry_penalty_s` is added for each end of a hop inside its peer's span: a second graph runs there, which takes
-    half a millisecond more a step, and seconds of compiling at first use, spread over some hundred steps here.
-    `assumed_rtt_s` and `assumed_bytes_per_s` stand in for what nobody measured; cautious on purpose, so
-    that a measured way wins. `seed` (any text, such as a client's id) spreads clients over near-equal
-    routes: each peer's cost is stretched by a factor of 1 ... 1 + `spread` that depends on (seed, peer).
-    `keep_margin`: how much dearer than the best a re-planned route may be if it keeps more hops.
+    layers          of the model
+    hidden_bytes    of one token's hidden state on the wire
+    tokens          in a step: 1 for decode, more for a chunk of a prompt
+    kv_tokens       of KV cache that the session needs on every hop
+    prompt_tokens   that every hop must be able to attend to
+    objective       minimise the time of one step ("latency") or of the slowest stage ("throughput")
+    numerics        of all hops; None takes the cheapest
+    allow_mixed     hops may differ in numerics
+    entry_penalty_s added for each end of a hop that lies inside its peer's span. The peer runs a second graph there:
+                    half a millisecond more a step, and seconds of compiling at first use, here spread over some
+                    hundred steps
+    assumed_rtt_s, assumed_bytes_per_s  for links that are not measured; pessimistic, so that a measured link wins
+    seed, spread    spread clients over routes of nearly equal cost: each peer's cost is multiplied by a factor of
+                    1 ... 1 + `spread` that depends on (seed, peer). `seed` is any text, such as a client's id
+    keep_margin     by what share a new plan may cost more than the cheapest, to keep more hops of the current route
     """
 
     layers: int
@@ -56,9 +60,15 @@ class RouteRequest:
     keep_margin: float = 0.2
 
     def __post_init__(self) -> None:
-        for name, least in (("layers", 1), ("hidden_bytes", 1), ("tokens", 1), ("kv_tokens", 0), ("prompt_tokens", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"route: {name} is {getattr(self, name)}; at least {least} is needed")
+        for name, minimum in (
+            ("layers", 1),
+            ("hidden_bytes", 1),
+            ("tokens", 1),
+            ("kv_tokens", 0),
+            ("prompt_tokens", 0),
+        ):
+            if getattr(self, name) < minimum:
+                raise ConfigError(f"route: {name} is {getattr(self, name)}; at least {minimum} is needed")
         if self.layers > MAX_LAYERS:
             raise ConfigError(f"route: layers is {self.layers}; a model has at most {MAX_LAYERS}")
         if self.objective not in OBJECTIVES:
@@ -72,7 +82,7 @@ class RouteRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class HopCost:
-    """Where the time of one step goes on one hop, its way in included. Seconds."""
+    """Seconds of one step on one hop: the link to it, its queue and its computing. `entry_s` is the entry penalty."""
 
     latency_s: float
     transfer_s: float
@@ -86,18 +96,18 @@ class HopCost:
 
     @property
     def busy_s(self) -> float:
-        """What the peer's device spends or waits."""
+        """Seconds at the peer: waiting in its queue and computing."""
         return self.compute_s + self.queue_s + self.entry_s
 
     @property
     def stage_s(self) -> float:
-        """The slower of wire and device: steps of a full pipeline come out of this hop that far apart."""
+        """The slower of link and device: the time between two steps at this hop when the pipeline is full."""
         return max(self.transfer_s, self.busy_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HopPlan:
-    """One peer runs `span`, a part of `record.span`. `relayed`: its input comes by way of the client."""
+    """One peer computes `span`, a part of `record.span`. `relayed`: the client relays its input."""
 
     record: PeerRecord
     span: LayerRange
@@ -107,10 +117,11 @@ class HopPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Hops that cover the model in order. `return_s` is the answer's way back to the client.
+    """Hops that cover the model in order.
 
-    `cost_s` is the time of one step ("latency") or of the slowest stage ("throughput").
-    `numerics` is None where hops differ, which only `allow_mixed` permits.
+    `return_s` is the time of the answer from the last hop to the client. `cost_s` is what the request minimises: the
+    time of one step ("latency") or of the slowest stage ("throughput"). `numerics` is None where hops differ, which
+    only `allow_mixed` permits.
     """
 
     hops: tuple[HopPlan, ...]
@@ -120,7 +131,7 @@ class Route:
 
     @property
     def step_s(self) -> float:
-        """One step from the client through all hops and back."""
+        """Seconds of one step from the client through all hops and back."""
         return sum(hop.cost.total for hop in self.hops) + self.return_s
 
     @property
@@ -142,7 +153,7 @@ LeftOutCode = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """A peer that no route may use; `reason` goes on from its name: "is leaving"."""
+    """A peer that no route may use. `reason` continues a sentence that starts with its name: "is leaving"."""
 
     record: PeerRecord
     code: LeftOutCode
@@ -151,11 +162,11 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """What was not chosen, and `reason` why, for a person.
+    """A route that was not chosen; `reason` says why, for people.
 
-    `without`  the best route without `peer_id`, which the chosen route uses: what happens if it goes
-    `through`  the best route through `peer_id`, which the chosen route does not use
-    `numerics` the best route of other numerics
+    `without`  the best route without `peer_id`, a peer of the chosen route
+    `through`  the best route through `peer_id`, a peer off the chosen route
+    `numerics` the best route with other numerics
 
     `route` and `cost_s` are None where there is no such route.
     """
@@ -172,7 +183,7 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The chosen route, what lost against it, who was left out, and what it was all derived from."""
+    """The chosen route, the alternatives that lost, the peers that were left out, and the inputs of the choice."""
 
     route: Route
     alternatives: tuple[Alternative, ...]

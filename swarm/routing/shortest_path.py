@@ -1,11 +1,11 @@
 """The graph over layer boundaries, and the shortest paths through it. Pure; seconds.
 
-A node is (boundary, the peer that computed up to there). A path enters a peer at one of its stops, which
-costs the way there (`Leg`), and leaves it at a later one, which costs the computing in between. Boundaries
-only ascend, so one sweep over them settles everything.
+A node is (boundary, the peer that computed up to it). An edge enters a peer at one of its boundaries, which costs the
+link to it (`LinkCost`), and leaves it at a later one, which costs the computing in between. Boundaries only ascend, so
+one sweep over them finds all paths.
 
-A peer runs one stretch of a session at most. Spans are contiguous, so a path can only meet a peer again
-that it left *early*, inside its span: paths carry the set of those (`Path.open`), mostly empty.
+A peer may appear in a path once. Spans are contiguous, so a path can only return to a peer that it left before the
+end of its span. Each path carries the set of those peers (`Path.left_early`), which is mostly empty.
 """
 
 from __future__ import annotations
@@ -21,60 +21,61 @@ from swarm.routing.plan import HopCost, HopPlan, Route, RouteRequest
 from swarm.transport.link import LinkQuality
 
 _TOKEN_ID_BYTES = 4
-_PATHS_KEPT = 8
-"""Undominated paths kept for a node. More of them takes a swarm built for it, which must not cost us our time:
-there the route may miss the best by a little, never its existence."""
+_MAX_PATHS = 8
+"""Undominated paths kept at a node. Only a swarm built for the purpose has more, and it must not cost the client
+unbounded time: the route may then be a little dearer than the best, but it is still found."""
 
-Prefer = Callable[[PeerRecord, LayerRange], bool]
+PreferHop = Callable[[PeerRecord, LayerRange], bool]
 
 
-def stops(record: PeerRecord) -> list[int]:
-    """The boundaries at which a route may enter or leave a peer, ascending."""
+def boundaries(record: PeerRecord) -> list[int]:
+    """The layer boundaries at which a route may enter or leave a peer, ascending."""
     return sorted({record.span.first, *record.entries, record.span.last})
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
-    """A one-way trip of a step's data between two machines."""
+class LinkCost:
+    """Seconds to send a step's data one way between two machines."""
 
     latency_s: float
     transfer_s: float
     relayed: bool = False
 
 
-class Ways:
-    """What it costs to move and to compute, from records and measured links.
+class RouteCosts:
+    """Costs of links and of computing, from records and measured links.
 
-    A peer's own measurement of the way to the next counts first. Without one: the next peer's, taken as
-    symmetric; else the larger of both round trips to the client, halved. The distance lies between their
-    difference and their sum, and peers near the client are then near each other.
+    The cost of the link from one peer to the next comes from the first of these that is known: the sender's own
+    measurement; the receiver's, taken as symmetric; else half of the larger round trip between the client and either
+    peer. The true distance lies between the difference and the sum of those two, and two peers near the client are
+    near each other.
     """
 
     def __init__(self, request: RouteRequest, links: Mapping[str, LinkQuality]) -> None:
         self.request = request
         self._links = links
-        self._unknown = LinkQuality(rtt_s=request.assumed_rtt_s)
-        self._legs: dict[tuple[str, str], Leg] = {}
+        self._assumed_link = LinkQuality(rtt_s=request.assumed_rtt_s)
+        self._link_costs: dict[tuple[str, str], LinkCost] = {}
 
-    def leg(self, before: PeerRecord | None, record: PeerRecord) -> Leg:
-        """From the client (None: token ids) or from the peer `before` (hidden states) to `record`."""
-        key = (before.peer_id if before else "", record.peer_id)
-        found = self._legs.get(key)
-        if found is None:
-            found = self._legs[key] = self._between(before, record) if before else self._first(record)
-        return found
+    def link_cost(self, sender: PeerRecord | None, record: PeerRecord) -> LinkCost:
+        """Cost from the client (None: token ids) or from the peer `sender` (hidden states) to `record`."""
+        key = (sender.peer_id if sender else "", record.peer_id)
+        cost = self._link_costs.get(key)
+        if cost is None:
+            cost = self._link_costs[key] = self._between(sender, record) if sender else self._from_client(record)
+        return cost
 
-    def back(self, record: PeerRecord) -> float:
-        """The answer's way from the last hop to the client; its few bytes count as nothing."""
-        return self._client(record).rtt_s / 2
+    def return_s(self, record: PeerRecord) -> float:
+        """Seconds of the answer from the last hop to the client. Its few bytes are not counted."""
+        return self._client_link(record).rtt_s / 2
 
-    def busy(self, record: PeerRecord, span: LayerRange) -> tuple[float, float, float]:
+    def device_costs(self, record: PeerRecord, span: LayerRange) -> tuple[float, float, float]:
         """(compute, queue, entry) seconds of one step over `span`.
 
-        Steps that wait are taken to be decode steps over the peer's whole span.
+        Queued steps are assumed to be decode steps over the peer's whole span.
         """
         tokens = self.request.tokens
-        # weights are read once a step, so no step of several tokens is faster than that of one
+        # Weights are read once a step, so a step of several tokens is never faster than a step of one.
         layer_s = record.layer_time_s if tokens == 1 else max(record.layer_time_s, record.prefill_time_s * tokens)
         inner_ends = (span.first != record.span.first) + (span.last != record.span.last)
         return (
@@ -83,179 +84,189 @@ class Ways:
             inner_ends * self.request.entry_penalty_s,
         )
 
-    def route(self, steps: Sequence[tuple[PeerRecord, LayerRange]]) -> Route:
-        """Price the hops as they are."""
-        hops = []
-        for i, (record, span) in enumerate(steps):
-            leg = self.leg(steps[i - 1][0] if i else None, record)
-            compute, queue, entry = self.busy(record, span)
+    def route(self, hops: Sequence[tuple[PeerRecord, LayerRange]]) -> Route:
+        """The route over `hops`, with its costs."""
+        planned = []
+        for i, (record, span) in enumerate(hops):
+            link = self.link_cost(hops[i - 1][0] if i else None, record)
+            compute, queue, entry = self.device_costs(record, span)
             cost = HopCost(
-                latency_s=leg.latency_s, transfer_s=leg.transfer_s, compute_s=compute, queue_s=queue, entry_s=entry
+                latency_s=link.latency_s, transfer_s=link.transfer_s, compute_s=compute, queue_s=queue, entry_s=entry
             )
-            hops.append(HopPlan(record=record, span=span, relayed=leg.relayed, cost=cost))
-        numerics = {hop.record.numerics for hop in hops}
-        back = self.back(steps[-1][0])
-        step_s = sum(hop.cost.total for hop in hops) + back
-        slowest_s = max(hop.cost.stage_s for hop in hops)
+            planned.append(HopPlan(record=record, span=span, relayed=link.relayed, cost=cost))
+        numerics = {hop.record.numerics for hop in planned}
+        return_s = self.return_s(hops[-1][0])
+        step_s = sum(hop.cost.total for hop in planned) + return_s
+        slowest_s = max(hop.cost.stage_s for hop in planned)
         return Route(
-            hops=tuple(hops),
-            return_s=back,
+            hops=tuple(planned),
+            return_s=return_s,
             cost_s=slowest_s if self.request.objective == "throughput" else step_s,
             numerics=numerics.pop() if len(numerics) == 1 else None,
         )
 
-    def _client(self, record: PeerRecord) -> LinkQuality:
-        return self._links.get(record.peer_id, self._unknown)
+    def _client_link(self, record: PeerRecord) -> LinkQuality:
+        return self._links.get(record.peer_id, self._assumed_link)
 
-    def _first(self, record: PeerRecord) -> Leg:
-        link = self._client(record)
-        return Leg(link.rtt_s / 2, self._seconds(_TOKEN_ID_BYTES, link))
+    def _from_client(self, record: PeerRecord) -> LinkCost:
+        link = self._client_link(record)
+        return LinkCost(link.rtt_s / 2, self._transfer_s(_TOKEN_ID_BYTES, link))
 
-    def _between(self, before: PeerRecord, record: PeerRecord) -> Leg:
+    def _between(self, sender: PeerRecord, record: PeerRecord) -> LinkCost:
         size = self.request.hidden_bytes
-        there, back = before.links.get(record.peer_id), record.links.get(before.peer_id)
-        near, far = self._client(before), self._client(record)
-        if there is not None and not there.reachable:
-            transfer = self._seconds(size, near) + self._seconds(size, far)
-            return Leg((near.rtt_s + far.rtt_s) / 2, transfer, relayed=True)
-        # `back` unreachable says nothing of the way there: peers behind a NAT can call, not be called
-        link = there or (back if back is not None and back.reachable else None)
+        forward, backward = sender.links.get(record.peer_id), record.links.get(sender.peer_id)
+        sender_link, record_link = self._client_link(sender), self._client_link(record)
+        if forward is not None and not forward.reachable:
+            transfer = self._transfer_s(size, sender_link) + self._transfer_s(size, record_link)
+            return LinkCost((sender_link.rtt_s + record_link.rtt_s) / 2, transfer, relayed=True)
+        # Unreachable `backward` says nothing about `forward`: a peer behind a NAT connects but cannot be connected to.
+        link = forward or (backward if backward is not None and backward.reachable else None)
         if link is None:
-            return Leg(max(near.rtt_s, far.rtt_s) / 2, size * self.request.tokens / self.request.assumed_bytes_per_s)
-        return Leg(link.rtt_s / 2, self._seconds(size, link))
+            rtt_s = max(sender_link.rtt_s, record_link.rtt_s)
+            return LinkCost(rtt_s / 2, size * self.request.tokens / self.request.assumed_bytes_per_s)
+        return LinkCost(link.rtt_s / 2, self._transfer_s(size, link))
 
-    def _seconds(self, token_bytes: int, link: LinkQuality) -> float:
+    def _transfer_s(self, token_bytes: int, link: LinkQuality) -> float:
         return token_bytes * self.request.tokens / (link.bytes_per_s or self.request.assumed_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The way so far. `weight` is what is minimised, `merit` how many of its hops are preferred."""
+    """Hops from layer 0 up to a node.
 
-    weight: float = 0.0
-    merit: int = 0
-    open: frozenset[str] = frozenset()
-    steps: tuple[tuple[PeerRecord, LayerRange], ...] = ()
+    `cost` is what the sweep minimises; `preferred` counts the preferred hops; `left_early` are the ids of the peers
+    that the path must not enter again.
+    """
 
-    def order(self) -> tuple[float, int, list[tuple[str, int, int]]]:
-        """Total: equal weights are told apart by hops and names, never by the order of the input."""
-        return self.weight, len(self.steps), [(r.peer_id, s.first, s.last) for r, s in self.steps]
+    cost: float = 0.0
+    preferred: int = 0
+    left_early: frozenset[str] = frozenset()
+    hops: tuple[tuple[PeerRecord, LayerRange], ...] = ()
+
+    def sort_key(self) -> tuple[float, int, list[tuple[str, int, int]]]:
+        """A total order: equal costs are ordered by hops and peer ids, never by the order of the input."""
+        return self.cost, len(self.hops), [(r.peer_id, s.first, s.last) for r, s in self.hops]
 
 
 def best_path(
-    records: Iterable[PeerRecord], ways: Ways, *, prefer: Prefer | None = None, needs: int = 0, margin: float = 0.0
+    records: Iterable[PeerRecord],
+    costs: RouteCosts,
+    *,
+    prefer: PreferHop | None = None,
+    min_preferred: int = 0,
+    margin: float = 0.0,
 ) -> Path | None:
     """The best path by the request's objective; None where no path leads from 0 to the last layer.
 
-    Among paths within `margin` of the best, the one with most hops that `prefer` likes; only those with at
-    least `needs` of them count. For throughput, of the routes whose slowest stage is the least slow the
-    one with the shortest step.
+    Of the paths that cost at most a share `margin` more than the cheapest, it is the one with the most preferred hops.
+    Only paths with at least `min_preferred` of them count. For throughput, it is the path with the shortest step among
+    those whose slowest stage is fastest.
     """
     peers = list(records)
-    limit, staged = math.inf, []
-    if ways.request.objective == "throughput":
-        swept = _Sweep(ways, prefer, slowest=True, limit=limit).run(peers)
-        limit = min((path.weight for path in swept if path.merit >= needs), default=0.0) * (1 + margin)
-        staged = [path for path in swept if path.weight <= limit]
-    # the paths that a sweep drops for want of room may be the only ones within the limit
-    swept = _Sweep(ways, prefer, slowest=False, limit=limit).run(peers) or staged
-    paths = [path for path in swept if path.merit >= needs]
+    stage_limit, within_limit = math.inf, []
+    if costs.request.objective == "throughput":
+        swept = _Sweep(costs, prefer, by_slowest_stage=True, stage_limit=stage_limit).run(peers)
+        stage_limit = min((path.cost for path in swept if path.preferred >= min_preferred), default=0.0) * (1 + margin)
+        within_limit = [path for path in swept if path.cost <= stage_limit]
+    # The second sweep keeps _MAX_PATHS at a node and may drop the only paths within the limit: then take the first's.
+    swept = _Sweep(costs, prefer, by_slowest_stage=False, stage_limit=stage_limit).run(peers) or within_limit
+    paths = [path for path in swept if path.preferred >= min_preferred]
     if not paths:
         return None
-    within = min(path.weight for path in paths) * (1 + margin) if limit == math.inf else math.inf
-    allowed = (path for path in paths if path.weight <= within)
-    return min(allowed, key=lambda path: (-path.merit if margin else 0, *path.order()))
+    max_cost = min(path.cost for path in paths) * (1 + margin) if stage_limit == math.inf else math.inf
+    allowed = (path for path in paths if path.cost <= max_cost)
+    return min(allowed, key=lambda path: (-path.preferred if margin else 0, *path.sort_key()))
 
 
 @dataclass(frozen=True, slots=True)
 class _Sweep:
-    """One pass over the boundaries, by the sum of costs or by the `slowest` stage.
+    """One pass over the boundaries that minimises the sum of costs, or the slowest stage.
 
-    No stage on the way is slower than `limit`.
+    No stage of a path is slower than `stage_limit`.
     """
 
-    ways: Ways
-    prefer: Prefer | None
-    slowest: bool
-    limit: float
+    costs: RouteCosts
+    prefer: PreferHop | None
+    by_slowest_stage: bool
+    stage_limit: float
 
     def run(self, peers: Sequence[PeerRecord]) -> list[Path]:
-        """Undominated paths over all layers."""
-        layers = self.ways.request.layers
-        last = {record.peer_id: record.span.last for record in peers}
+        """The undominated paths over all layers."""
+        layers = self.costs.request.layers
+        span_ends = {record.peer_id: record.span.last for record in peers}
         entering: dict[int, list[PeerRecord]] = {}
         for record in peers:
-            for stop in stops(record)[:-1]:
-                entering.setdefault(stop, []).append(record)
+            for boundary in boundaries(record)[:-1]:
+                entering.setdefault(boundary, []).append(record)
         arrived: dict[int, dict[str, list[Path]]] = {0: {"": [Path()]}}
         for boundary in sorted(entering):
             nodes = arrived.pop(boundary, {})
-            paths = [path for node in nodes.values() for path in _undominated(node, boundary, last)]
+            paths = [path for node in nodes.values() for path in _undominated(node, boundary, span_ends)]
             for record in entering[boundary]:
-                entered = _undominated(self._enter(paths, record), boundary, last)
-                for stop in stops(record):
-                    if stop > boundary:
-                        node = arrived.setdefault(stop, {}).setdefault(record.peer_id, [])
-                        node.extend(self._leave(entered, record, LayerRange(boundary, stop)))
-        ends = [path for node in arrived.get(layers, {}).values() for path in node]
-        if not self.slowest:
-            ends = [replace(path, weight=path.weight + self.ways.back(path.steps[-1][0])) for path in ends]
-        return _undominated(ends, layers, last)
+                entered = _undominated(self._enter(paths, record), boundary, span_ends)
+                for end in boundaries(record):
+                    if end > boundary:
+                        node = arrived.setdefault(end, {}).setdefault(record.peer_id, [])
+                        node.extend(self._leave(entered, record, LayerRange(boundary, end)))
+        complete = [path for node in arrived.get(layers, {}).values() for path in node]
+        if not self.by_slowest_stage:
+            complete = [replace(path, cost=path.cost + self.costs.return_s(path.hops[-1][0])) for path in complete]
+        return _undominated(complete, layers, span_ends)
 
     def _enter(self, paths: list[Path], record: PeerRecord) -> list[Path]:
-        """The same paths once their data is at `record`."""
-        stretch = _stretch(self.ways.request, record)
+        """The paths that may enter `record`, with the cost of the link to it."""
+        factor = _spread_factor(self.costs.request, record)
         entered = []
         for path in paths:
-            leg = self.ways.leg(path.steps[-1][0] if path.steps else None, record)
-            stage = leg.transfer_s * stretch
-            if record.peer_id not in path.open and stage <= self.limit:
-                weight = self._add(path.weight, stage) + (0.0 if self.slowest else leg.latency_s * stretch)
-                entered.append(Path(weight, path.merit, path.open, path.steps))
+            link = self.costs.link_cost(path.hops[-1][0] if path.hops else None, record)
+            stage_s = link.transfer_s * factor
+            if record.peer_id not in path.left_early and stage_s <= self.stage_limit:
+                cost = self._add(path.cost, stage_s) + (0.0 if self.by_slowest_stage else link.latency_s * factor)
+                entered.append(Path(cost, path.preferred, path.left_early, path.hops))
         return entered
 
     def _leave(self, entered: list[Path], record: PeerRecord, span: LayerRange) -> list[Path]:
-        """The same paths once `record` computed `span`."""
-        stage = sum(self.ways.busy(record, span)) * _stretch(self.ways.request, record)
-        if stage > self.limit:
+        """The paths extended by the hop (`record`, `span`)."""
+        stage_s = sum(self.costs.device_costs(record, span)) * _spread_factor(self.costs.request, record)
+        if stage_s > self.stage_limit:
             return []
-        liked = self.prefer is not None and self.prefer(record, span)
+        is_preferred = self.prefer is not None and self.prefer(record, span)
         left_early = frozenset((record.peer_id,)) if span.last < record.span.last else frozenset()
         return [
             Path(
-                weight=self._add(path.weight, stage),
-                merit=path.merit + liked,
-                open=path.open | left_early,
-                steps=(*path.steps, (record, span)),
+                cost=self._add(path.cost, stage_s),
+                preferred=path.preferred + is_preferred,
+                left_early=path.left_early | left_early,
+                hops=(*path.hops, (record, span)),
             )
             for path in entered
         ]
 
-    def _add(self, weight: float, stage: float) -> float:
-        return max(weight, stage) if self.slowest else weight + stage
+    def _add(self, cost: float, stage_s: float) -> float:
+        return max(cost, stage_s) if self.by_slowest_stage else cost + stage_s
 
 
-def _undominated(paths: list[Path], boundary: int, last: Mapping[str, int]) -> list[Path]:
-    """Of paths to one node, those that no other beats in weight, merit and freedom together."""
-    rest = [_closed(path, boundary, last) if path.open else path for path in paths]
-    kept: list[Path] = []
-    while rest and len(kept) < _PATHS_KEPT:
-        # nearly always the first beats all others, so this is one pass and no sorting
-        least = min(path.weight for path in rest)
-        best = min((path for path in rest if path.weight == least), key=Path.order)
-        kept.append(best)
-        rest = [path for path in rest if path.merit > best.merit or not path.open >= best.open]
-    return kept
+def _undominated(paths: list[Path], boundary: int, span_ends: Mapping[str, int]) -> list[Path]:
+    """The paths to one node that no other path matches or beats in cost, preferred hops and `left_early` together."""
+    rest = [_without_passed(path, boundary, span_ends) if path.left_early else path for path in paths]
+    undominated: list[Path] = []
+    while rest and len(undominated) < _MAX_PATHS:
+        # The cheapest path nearly always dominates all others, so this is one pass without sorting.
+        min_cost = min(path.cost for path in rest)
+        best = min((path for path in rest if path.cost == min_cost), key=Path.sort_key)
+        undominated.append(best)
+        rest = [path for path in rest if path.preferred > best.preferred or not path.left_early >= best.left_early]
+    return undominated
 
 
-def _closed(path: Path, boundary: int, last: Mapping[str, int]) -> Path:
-    """Without those who cannot be met again from `boundary` on."""
-    still = frozenset(name for name in path.open if last[name] > boundary)
-    return path if still == path.open else Path(path.weight, path.merit, still, path.steps)
+def _without_passed(path: Path, boundary: int, span_ends: Mapping[str, int]) -> Path:
+    """The path without those peers in `left_early` whose spans end at or before `boundary`."""
+    left_early = frozenset(peer_id for peer_id in path.left_early if span_ends[peer_id] > boundary)
+    return path if left_early == path.left_early else Path(path.cost, path.preferred, left_early, path.hops)
 
 
-def _stretch(request: RouteRequest, record: PeerRecord) -> float:
-    """This client's liking of a peer: 1 ... 1 + spread, the same on every machine and every run."""
+def _spread_factor(request: RouteRequest, record: PeerRecord) -> float:
+    """This client's cost factor for a peer, 1 ... 1 + spread: the same on every machine and in every run."""
     if not request.seed:
         return 1.0
     raw = hashlib.blake2b(f"{request.seed}\0{record.peer_id}".encode(), digest_size=8).digest()

@@ -1,7 +1,7 @@
 """An Engine in a few lines of Python: every layer is integer arithmetic, the cache is a list of ids.
 
-A layer mixes a position's vector with a sum over the ids cached before it, all modulo small primes, so
-float32 is exact and any cut into spans, any chunking and any rewind gives the same numbers.
+A layer mixes a position's vector with a sum over the ids cached before it, all modulo small primes. float32 is exact
+then, and all cuts into spans, chunks and rewinds give the same numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def toy_manifest(layers: int = LAYERS, *, name: str = "toy") -> Manifest:
 
 
 class ToyEngine:
-    """`Engine` over `span` of a toy model. `gate`, where given, holds every forward until it is set."""
+    """`Engine` over `span` of a toy model. Each `forward` waits until `gate` is set, if there is one."""
 
     def __init__(self, span: LayerRange, *, layers: int = LAYERS, gate: threading.Event | None = None) -> None:
         self.span = span
@@ -115,9 +115,9 @@ class ToyEngine:
         for i, token in enumerate(step.tokens):
             vector = embed(int(token)) if step.hidden is None else [round(float(x)) for x in step.hidden[i]]
             for layer in self.span:
-                # the cache enters as a sum that no rewind, chunk or cut can change
-                seen = sum(past[0] for past in cache) % 13
-                vector = [(x * 3 + (layer + 1) * (seen + k)) % 101 for k, x in enumerate(vector)]
+                # the cache enters as a sum, which no rewind, chunk or cut changes
+                cached = sum(past[0] for past in cache) % 13
+                vector = [(x * 3 + (layer + 1) * (cached + k)) % 101 for k, x in enumerate(vector)]
             cache.append([int(token)])
             rows.append(vector)
         if self.span.last < self._layers:
@@ -135,7 +135,7 @@ def unembed(vector: list[int]) -> list[int]:
 
 
 def toy_text(prompt: Sequence[int], count: int, *, layers: int = LAYERS) -> list[int]:
-    """The greedy continuation, by one engine over all layers, fed token by token."""
+    """The greedy continuation by one engine over all layers, computed token by token."""
     engine = ToyEngine(LayerRange(0, layers), layers=layers)
     engine.open("reference", CONTEXT)
     known = list(prompt)

@@ -1,4 +1,4 @@
-"""Peers with toy engines over real sockets in this process, and a caller that speaks to them by hand."""
+"""Peers with toy engines over real sockets in this process, and a caller that sends them single messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from peer.serving.server import PeerServer
 from peer.sessions.segments import Builder
 from peer.sessions.service import Serving, SpanService
 from swarm.discovery.directory import MemoryDirectory
-from swarm.engine.paged.block_tables import BlockTables
 from swarm.errors import SwarmError
 from swarm.model.spans import LayerRange
 from swarm.sampling import Sampling
@@ -57,7 +56,7 @@ def client_hello(model: str = "") -> Hello:
 
 @dataclass(kw_only=True)
 class Host:
-    """One peer that runs here."""
+    """A peer that runs in this process."""
 
     identity: Identity
     server: PeerServer
@@ -71,7 +70,7 @@ class Host:
 
     @property
     def idle(self) -> bool:
-        """Nothing is left of any session: not in the table, not in the engine."""
+        """Whether no session is left, in the table or in the engine."""
         load = self.service.load()
         return (load.sessions, load.queue, load.kv_free) == (0, 0, load.kv_total) and not self.engine.sessions
 
@@ -82,7 +81,6 @@ async def toy_peer(
     *,
     engine: ToyEngine | None = None,
     limits: dict[str, Any] | None = None,
-    room: BlockTables | None = None,
     entries: tuple[int, ...] = (),
     builder: Builder | None = None,
     shared_files: SharedFiles | None = None,
@@ -102,7 +100,6 @@ async def toy_peer(
             manifest=manifest,
             engine=engine,
             limits=SessionLimits(**{"kv_total": 1000, **(limits or {})}),
-            room=room,
             entries=entries,
             builder=builder,
         ),
@@ -124,21 +121,21 @@ async def toy_peer(
 
 
 class Caller:
-    """A client's side of one connection; what is no answer to a request is in `heard`."""
+    """A client's side of one connection; `messages` are those that answer no request."""
 
     def __init__(self) -> None:
         self.channel: Channel
-        self.heard: list[Message] = []
+        self.messages: list[Message] = []
         self.lost: list[SwarmError] = []
-        self._news = asyncio.Event()
+        self._updated = asyncio.Event()
 
     def _hear(self, message: Message) -> None:
-        self.heard.append(message)
-        self._news.set()
+        self.messages.append(message)
+        self._updated.set()
 
     def _lose(self, error: SwarmError) -> None:
         self.lost.append(error)
-        self._news.set()
+        self._updated.set()
 
     async def open(
         self,
@@ -184,7 +181,7 @@ class Caller:
         )
 
     def send(self, session: str = "session-1", **fields: Any) -> Forward:
-        """One Forward; `tokens` and `start` are what a test mostly says."""
+        """Send one Forward with these fields; the rest have defaults."""
         tokens = np.array(fields.pop("tokens", [1]), np.int32)
         forward = Forward(
             **{"session": session, "epoch": 0, "step": 0, "start": 0, "rows": 1, "tokens": tokens, **fields}
@@ -193,23 +190,23 @@ class Caller:
         return forward
 
     async def answer(self, session: str = "session-1", *, step: int | None = None) -> Output:
-        """The next Output of the session (of that step); raises what a Failure about it means."""
+        """The next Output of the session (of that step). Raises the error of a Failure about it."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                for message in self.heard:
+                for message in self.messages:
                     if (
                         isinstance(message, (Output, Failure))
                         and message.session == session
                         and step in (None, message.step)
                     ):
-                        self.heard.remove(message)
+                        self.messages.remove(message)
                         if isinstance(message, Failure):
                             raise failure_to_error(message, self.channel.peer_id)
                         return message
                 if self.lost:
                     raise self.lost[0]
-                self._news.clear()
-                await self._news.wait()
+                self._updated.clear()
+                await self._updated.wait()
 
     async def step(self, session: str = "session-1", **fields: Any) -> Output:
         self.send(session, **fields)
@@ -229,7 +226,7 @@ async def calling(host: Host, model: str = "") -> AsyncIterator[Caller]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait on a condition; the limit only ends a test that will never pass."""
+    """Wait for a condition; the time limit only ends a test that would never pass."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - conditions of threads and other tasks have no event
             await asyncio.sleep(0.001)
@@ -246,7 +243,7 @@ async def generate(
     sampling: Sampling = GREEDY,
     steps: itertools.count[int] | None = None,
 ) -> list[int]:
-    """Greedy tokens over an opened and linked route: steps go in at `first`, ids come out at `last`."""
+    """Tokens over an opened and linked route: steps go to `first`, ids come from `last`."""
     steps = steps or itertools.count()
     made: list[int] = []
     start, known = 0, list(prompt)

@@ -1,4 +1,4 @@
-"""Rounds without a model: nobody starves, budgets are kept, the old get on, everybody ends."""
+"""Rounds without a model: no step starves, limits are kept, the oldest session advances, every session ends."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from peer.batching.cost_model import CostModel
 from peer.batching.scheduler import (
-    ALONE,
-    LINGER,
+    LINGER_SHARE,
+    MAX_BLOCK_WAIT_S,
+    MAX_LONG_TOKENS,
+    MAX_SHORT_TOKENS,
     MAX_STEPS,
-    PATIENCE_S,
-    PAUSE_S,
-    SHORT,
+    PAUSED_AFTER_S,
     BatchScheduler,
     PendingStep,
     Portion,
@@ -29,10 +29,10 @@ from swarm.errors import UnknownSession
 
 SIZE = 4
 BASE_S, EACH_S = 0.008, 0.001
-"""What the pretended device takes for an inference, and for a token of it."""
+"""Seconds of the simulated device for an inference, and for each of its tokens."""
 
 
-def due(
+def step(
     session: str,
     tokens: int = 1,
     *,
@@ -49,348 +49,350 @@ def due(
         engine=None,
         start=start,
         tokens=tokens,
-        put_at=at,
+        queued_at=at,
         hops=hops,
     )
 
 
-def tables(blocks: int, *sessions: str) -> BlockTables:
+def block_tables(blocks: int, *sessions: str) -> BlockTables:
     made = BlockTables(BlockPool(blocks, SIZE))
     for session in sessions:
         made.open(session, blocks * SIZE)
     return made
 
 
-def compute(room: BlockTables, portions: list[Portion[PendingStep]]) -> list[str]:
-    """Do what an engine does with a round; the sessions that must begin again."""
-    lost = []
+def compute(tables: BlockTables, portions: list[Portion[PendingStep]]) -> list[str]:
+    """Do with a round what an engine does; returns the evicted sessions, whose steps failed."""
+    evicted = []
     for portion in portions:
-        one = portion.due
+        pending = portion.step
         try:
-            table = room.check(one.session, one.next, portion.count)
+            table = tables.check(pending.session, pending.next_position, portion.count)
         except UnknownSession:
-            lost.append(one.session)
+            evicted.append(pending.session)
             continue
-        table.prepare(one.next, portion.count)
+        table.prepare(pending.next_position, portion.count)
         table.commit(np.zeros(portion.count, np.int32))
-    return lost
+    return evicted
 
 
 def sizes(portions: list[Portion[PendingStep]]) -> dict[str, int]:
-    return {portion.due.session: portion.count for portion in portions}
+    return {portion.step.session: portion.count for portion in portions}
 
 
-def warmed(room: BlockTables) -> BatchScheduler[PendingStep]:
-    """A schedule that knows what the pretended device takes."""
-    schedule: BatchScheduler[PendingStep] = BatchScheduler(room)
+def calibrated_scheduler(tables: BlockTables) -> BatchScheduler[PendingStep]:
+    """A scheduler that knows how long the simulated device takes."""
+    scheduler: BatchScheduler[PendingStep] = BatchScheduler(tables)
     for count in (1, 2, 8, 64, 128, 1, 1):
-        schedule._cost.observe(count, BASE_S + EACH_S * count)
-    return schedule
+        scheduler._cost.observe(count, BASE_S + EACH_S * count)
+    return scheduler
 
 
-def test_short_steps_go_together_and_a_long_one_gets_what_they_can_spare() -> None:
-    room = tables(1000, "a", "b", "c", "long")
-    schedule = warmed(room)
-    for one in (due("long", 900), due("a"), due("b", 5), due("c")):
-        schedule.add(one)
-    portions = schedule.round(0.0)
+def test_short_steps_share_a_round_and_a_long_one_gets_a_limited_portion() -> None:
+    tables = block_tables(1000, "a", "b", "c", "long")
+    scheduler = calibrated_scheduler(tables)
+    for pending in (step("long", 900), step("a"), step("b", 5), step("c")):
+        scheduler.add(pending)
+    portions = scheduler.next_round(0.0)
     found = sizes(portions)
     assert found.pop("long") <= 0.5 * (BASE_S + 7 * EACH_S) / EACH_S
     assert found == {"a": 1, "b": 5, "c": 1}
-    schedule.ran(portions, 0.02, 0.02)
-    assert len(schedule) == 1
+    scheduler.finish_round(portions, 0.02, 0.02)
+    assert len(scheduler) == 1
 
 
 def test_sessions_over_two_hops_fall_into_two_batches_and_those_of_one_hop_stay_together() -> None:
     names = [f"s{i}" for i in range(9)]
-    room = tables(1000, *names, "whole")
-    schedule = warmed(room)
+    tables = block_tables(1000, *names, "whole")
+    scheduler = calibrated_scheduler(tables)
     for name in names:
-        schedule.add(due(name, client="one", at=1.0, hops=2))
-    first = schedule.round(1.0)
+        scheduler.add(step(name, client="one", at=1.0, hops=2))
+    first = scheduler.next_round(1.0)
     assert list(sizes(first)) == names[:5]
-    schedule.ran(first, 0.02, 1.02)
-    for name in names[:5]:  # back before the others have had their turn
-        schedule.add(due(name, client="one", start=1, at=1.03, hops=2))
-    assert list(sizes(schedule.round(1.03))) == [*names[5:], "s0"]
-    schedule.add(due("whole", client="one", age=9.0, at=0.5))
-    assert len(schedule.round(1.03)) == 6
+    scheduler.finish_round(first, 0.02, 1.02)
+    for name in names[:5]:  # they return before the others had a round
+        scheduler.add(step(name, client="one", start=1, at=1.03, hops=2))
+    assert list(sizes(scheduler.next_round(1.03))) == [*names[5:], "s0"]
+    scheduler.add(step("whole", client="one", age=9.0, at=0.5))
+    assert len(scheduler.next_round(1.03)) == 6
 
 
-def test_who_writes_slowly_counts_while_it_is_away_and_no_longer_once_it_pauses() -> None:
-    room = tables(1000, *"abcd")
-    schedule = warmed(room)
+def test_a_slow_writer_counts_while_it_is_away_and_no_longer_once_it_pauses() -> None:
+    tables = block_tables(1000, *"abcd")
+    scheduler = calibrated_scheduler(tables)
 
-    def together(names: str, start: int, at: float) -> int:
+    def batch_of(names: str, start: int, at: float) -> int:
         for name in names:
-            schedule.add(due(name, client="one", start=start, at=at, hops=2))
-        portions = schedule.round(at)
-        schedule.ran(portions, 0.01, at)
-        for one in list(schedule._due):
-            schedule.remove(one)
+            scheduler.add(step(name, client="one", start=start, at=at, hops=2))
+        portions = scheduler.next_round(at)
+        scheduler.finish_round(portions, 0.01, at)
+        for pending in list(scheduler._due):
+            scheduler.remove(pending)
         return len(portions)
 
-    for start in range(3):  # far hops: each pair comes back every two seconds
-        together("ab", start, 2.0 * start)
-        together("cd", start, 2.0 * start + 1)
-    assert together("ab", 3, 6.0) == 2, "c and d are at another hop, a second after they were here"
-    assert together("ab", 4, 60.0) == 1, "c and d have stopped"
+    for start in range(3):  # distant hops: each pair returns every two seconds
+        batch_of("ab", start, 2.0 * start)
+        batch_of("cd", start, 2.0 * start + 1)
+    assert batch_of("ab", 3, 6.0) == 2, "c and d are at another hop, a second after they were here"
+    assert batch_of("ab", 4, 60.0) == 1, "c and d have stopped"
 
 
-def test_where_there_are_no_blocks_for_one_the_next_takes_its_place() -> None:
-    room = tables(4, "old", "new", "other")
-    schedule = warmed(room)
+def test_a_step_without_blocks_gives_its_place_to_the_next_one() -> None:
+    tables = block_tables(4, "old", "new", "other")
+    scheduler = calibrated_scheduler(tables)
     for name, tokens, age in (("old", 2 * SIZE - 1, 1.0), ("other", 2 * SIZE - 1, 2.0)):
-        schedule.add(due(name, tokens, client="one", age=age))
-    portions = schedule.round(0.0)
-    compute(room, portions)
-    schedule.ran(portions, 0.01, 0.0)
-    schedule.add(due("new", client="another", age=9.0, at=0.1, hops=3))
+        scheduler.add(step(name, tokens, client="one", age=age))
+    portions = scheduler.next_round(0.0)
+    compute(tables, portions)
+    scheduler.finish_round(portions, 0.01, 0.0)
+    scheduler.add(step("new", client="another", age=9.0, at=0.1, hops=3))
     for name, age in (("old", 1.0), ("other", 2.0)):
-        schedule.add(due(name, start=2 * SIZE - 1, client="one", age=age, at=0.2, hops=3))
-    assert sizes(schedule.round(0.2)) == {"old": 1}, "one is due to a round; the one whose turn it is finds no block"
+        scheduler.add(step(name, start=2 * SIZE - 1, client="one", age=age, at=0.2, hops=3))
+    assert sizes(scheduler.next_round(0.2)) == {"old": 1}, (
+        "the fair share is one step, and no block is free for that of `new`"
+    )
 
 
 def test_an_engine_whose_steps_must_wait_does_not_stop_another() -> None:
-    room = tables(2, "holds", "waits")
-    schedule = warmed(room)
-    schedule.add(due("holds", 2 * SIZE - 1, age=1.0))
-    compute(room, portions := schedule.round(0.0))
-    schedule.ran(portions, 0.01, 0.0)
-    waits, holds = due("waits", age=2.0, at=0.1), due("holds", start=2 * SIZE - 1, age=1.0, at=0.1)
+    tables = block_tables(2, "holds", "waits")
+    scheduler = calibrated_scheduler(tables)
+    scheduler.add(step("holds", 2 * SIZE - 1, age=1.0))
+    compute(tables, portions := scheduler.next_round(0.0))
+    scheduler.finish_round(portions, 0.01, 0.0)
+    waits, holds = step("waits", age=2.0, at=0.1), step("holds", start=2 * SIZE - 1, age=1.0, at=0.1)
     waits.engine = "part"
-    schedule.add(waits)
-    schedule.add(holds)
-    assert sizes(schedule.round(0.1)) == {"holds": 1}
+    scheduler.add(waits)
+    scheduler.add(holds)
+    assert sizes(scheduler.next_round(0.1)) == {"holds": 1}
 
 
-def test_a_prompt_gets_on_beside_more_writers_than_a_round_takes() -> None:
+def test_a_prompt_advances_although_more_writers_wait_than_a_round_takes() -> None:
     names = [f"w{i}" for i in range(2 * MAX_STEPS)]
-    room = tables(4000, "prompt", *names)
-    schedule = warmed(room)
-    schedule.add(due("prompt", 500, age=9.0))
+    tables = block_tables(4000, "prompt", *names)
+    scheduler = calibrated_scheduler(tables)
+    scheduler.add(step("prompt", 500, age=9.0))
     for name in names:
-        schedule.add(due(name, client="writers"))
-    portions = schedule.round(0.0)
+        scheduler.add(step(name, client="writers"))
+    portions = scheduler.next_round(0.0)
     assert len(portions) == MAX_STEPS
     assert "prompt" in sizes(portions)
 
 
-def test_who_wrote_much_while_alone_owes_nothing_to_who_comes_later() -> None:
+def test_a_client_that_wrote_much_while_alone_is_not_put_behind_later_clients() -> None:
     names = [f"new{i}" for i in range(8)]
-    room = tables(1000, "long", *names)
-    schedule = warmed(room)
+    tables = block_tables(1000, "long", *names)
+    scheduler = calibrated_scheduler(tables)
     now = 0.0
     for start in range(300):
-        schedule.add(due("long", start=start, client="old", at=now, hops=2))
-        schedule.ran(schedule.round(now), 0.01, now := now + 0.01)
+        scheduler.add(step("long", start=start, client="old", at=now, hops=2))
+        scheduler.finish_round(scheduler.next_round(now), 0.01, now := now + 0.01)
     for name in names:  # while it is at another stage
-        schedule.add(due(name, client="new", at=now, hops=2))
-    schedule.ran(schedule.round(now), 0.01, now)
-    schedule.add(due("long", start=300, client="old", at=now, hops=2))
+        scheduler.add(step(name, client="new", at=now, hops=2))
+    scheduler.finish_round(scheduler.next_round(now), 0.01, now)
+    scheduler.add(step("long", start=300, client="old", at=now, hops=2))
     for name in names[:5]:
-        schedule.add(due(name, client="new", start=1, at=now, hops=2))
-    assert "long" in sizes(schedule.round(now))
+        scheduler.add(step(name, client="new", start=1, at=now, hops=2))
+    assert "long" in sizes(scheduler.next_round(now))
 
 
-def test_blocks_of_a_session_that_has_not_begun_go_to_who_needs_them() -> None:
-    """It was opened, found the beginning of its text here, and nothing came after that."""
-    room = tables(2, "silent", "old")
-    schedule = warmed(room)
-    schedule.opened("silent", client="it", engine=None, opened_at=2.0, now=2.0)
-    room.check("silent", 0, SIZE).prepare(0, SIZE)
-    schedule.add(due("old", 2 * SIZE, age=1.0, at=2.0))
-    assert sizes(schedule.round(2.0)) == {"old": 2 * SIZE}
-    assert room.held("silent") == 0
+def test_a_session_without_a_step_is_evicted_for_an_older_one() -> None:
+    """It was opened and adopted a cached prefix; no step followed."""
+    tables = block_tables(2, "silent", "old")
+    scheduler = calibrated_scheduler(tables)
+    scheduler.add_session("silent", client="it", engine=None, opened_at=2.0, now=2.0)
+    tables.check("silent", 0, SIZE).prepare(0, SIZE)
+    scheduler.add(step("old", 2 * SIZE, age=1.0, at=2.0))
+    assert sizes(scheduler.next_round(2.0)) == {"old": 2 * SIZE}
+    assert tables.held("silent") == 0
 
 
-def test_nothing_is_known_of_clients_and_engines_that_have_gone() -> None:
-    room = tables(100, "a", "b")
-    schedule = warmed(room)
-    first, second = due("a"), due("b")
+def test_nothing_of_clients_and_engines_remains_after_their_last_session() -> None:
+    tables = block_tables(100, "a", "b")
+    scheduler = calibrated_scheduler(tables)
+    first, second = step("a"), step("b")
     second.engine = "part"
-    for one in (first, second):
-        schedule.add(one)
-    while portions := schedule.round(0.0):
-        schedule.ran(portions, 0.01, 0.0)
-    schedule.forget("b")
-    assert (list(schedule._turns), list(schedule._served)) == ([None], ["a"])
-    schedule.forget("a")
-    assert (schedule._turns, schedule._served, schedule._sequences) == ({}, {}, {})
+    for pending in (first, second):
+        scheduler.add(pending)
+    while portions := scheduler.next_round(0.0):
+        scheduler.finish_round(portions, 0.01, 0.0)
+    scheduler.remove_session("b")
+    assert (list(scheduler._last_rounds), list(scheduler._served)) == ([None], ["a"])
+    scheduler.remove_session("a")
+    assert (scheduler._last_rounds, scheduler._served, scheduler._sequences) == ({}, {}, {})
 
 
-def test_a_round_waits_a_little_for_the_rest_of_a_batch_and_for_nothing_else() -> None:
-    room = tables(1000, *"abcd", "long")
-    schedule = warmed(room)
+def test_the_worker_lingers_for_the_rest_of_a_batch_and_for_nothing_else() -> None:
+    tables = block_tables(1000, *"abcd", "long")
+    scheduler = calibrated_scheduler(tables)
     for name in "abcd":
-        schedule.add(due(name, hops=2))
-    assert schedule.worth_waiting(0.0) == 0.0, "there are enough for a round"
+        scheduler.add(step(name, hops=2))
+    assert scheduler.linger_s(0.0) == 0.0, "the fair share waits already"
     for _ in range(2):
-        schedule.ran(schedule.round(0.0), 0.02, 0.02)
-    schedule.add(due("a", start=1, at=0.05, hops=2))
-    assert schedule.worth_waiting(0.05) == pytest.approx(LINGER * 0.02)
+        scheduler.finish_round(scheduler.next_round(0.0), 0.02, 0.02)
+    scheduler.add(step("a", start=1, at=0.05, hops=2))
+    assert scheduler.linger_s(0.05) == pytest.approx(LINGER_SHARE * 0.02)
     for name in "bcd":
-        schedule._sequences[name].gap_s = 1.0
-    assert schedule.worth_waiting(0.05) == 0.0, "the others are far away"
-    schedule._sequences["d"].gap_s = 0.03
-    assert schedule.worth_waiting(0.05 + LINGER * 0.02) == 0.0
-    schedule.add(due("long", 100, at=0.05))
-    assert schedule.worth_waiting(0.05) == 0.0, "there is something to do"
-    schedule.forget("b")
-    schedule.forget("c")
-    schedule.forget("d")
-    schedule.remove(schedule._due[-1])
-    schedule.forget("long")
-    assert schedule.worth_waiting(0.05) == 0.0, "nobody else writes"
+        scheduler._sequences[name].gap_s = 1.0
+    assert scheduler.linger_s(0.05) == 0.0, "the others are far away"
+    scheduler._sequences["d"].gap_s = 0.03
+    assert scheduler.linger_s(0.05 + LINGER_SHARE * 0.02) == 0.0
+    scheduler.add(step("long", 100, at=0.05))
+    assert scheduler.linger_s(0.05) == 0.0, "a long step can run"
+    scheduler.remove_session("b")
+    scheduler.remove_session("c")
+    scheduler.remove_session("d")
+    scheduler.remove(scheduler._due[-1])
+    scheduler.remove_session("long")
+    assert scheduler.linger_s(0.05) == 0.0, "no other session writes"
 
 
-def test_a_long_step_is_bounded_while_others_write_and_runs_in_large_pieces_alone() -> None:
-    room = tables(1000, "writer", "long")
-    schedule = warmed(room)
-    schedule.add(due("writer"))
-    schedule.ran(schedule.round(0.0), 0.01, 0.0)
-    schedule.add(due("long", 900))
-    assert sizes(schedule.round(0.1))["long"] <= 0.5 * (BASE_S + EACH_S) / EACH_S + 1
-    assert sizes(schedule.round(10.0)) == {"long": ALONE}
+def test_a_long_step_gets_small_portions_while_others_write_and_large_ones_alone() -> None:
+    tables = block_tables(1000, "writer", "long")
+    scheduler = calibrated_scheduler(tables)
+    scheduler.add(step("writer"))
+    scheduler.finish_round(scheduler.next_round(0.0), 0.01, 0.0)
+    scheduler.add(step("long", 900))
+    assert sizes(scheduler.next_round(0.1))["long"] <= 0.5 * (BASE_S + EACH_S) / EACH_S + 1
+    assert sizes(scheduler.next_round(10.0)) == {"long": MAX_LONG_TOKENS}
 
 
-def test_what_is_beside_a_writer_is_fitted_to_what_rounds_take() -> None:
+def test_the_cost_model_fits_how_long_rounds_took() -> None:
     cost = CostModel()
-    assert cost.beside(1, 1.5) is None
+    assert cost.extra_tokens(1, 1.5) is None
     for n in (1, 40, 3, 100):
         cost.observe(n, BASE_S + EACH_S * n)
-    assert cost.beside(2, 2.0) == pytest.approx((BASE_S + 2 * EACH_S) / EACH_S, abs=1)
+    assert cost.extra_tokens(2, 2.0) == pytest.approx((BASE_S + 2 * EACH_S) / EACH_S, abs=1)
     flat = CostModel()
     for n in (1, 2, 3):
         flat.observe(n, BASE_S)
-    assert flat.beside(1, 1.5) is None
+    assert flat.extra_tokens(1, 1.5) is None
 
 
-def test_clients_take_turns_whatever_the_number_of_their_sessions() -> None:
+def test_clients_get_equal_shares_with_any_number_of_sessions() -> None:
     names = [f"greedy-{i}" for i in range(5)]
-    room = tables(100_000, "modest", *names)
-    schedule = warmed(room)
+    tables = block_tables(100_000, "modest", *names)
+    scheduler = calibrated_scheduler(tables)
     for name in names:
-        schedule.add(due(name, 2000, client="greedy"))
-    schedule.add(due("modest", 2000, client="modest", age=9.0))
-    given_to = {"greedy": 0, "modest": 0}
+        scheduler.add(step(name, 2000, client="greedy"))
+    scheduler.add(step("modest", 2000, client="modest", age=9.0))
+    tokens_of = {"greedy": 0, "modest": 0}
     for at in range(30):
-        portions = schedule.round(float(at))
-        compute(room, portions)
+        portions = scheduler.next_round(float(at))
+        compute(tables, portions)
         for portion in portions:
-            given_to[str(portion.due.client)] += portion.count
-        schedule.ran(portions, 0.1, float(at))
-    assert abs(given_to["greedy"] - given_to["modest"]) <= ALONE
+            tokens_of[str(portion.step.client)] += portion.count
+        scheduler.finish_round(portions, 0.1, float(at))
+    assert abs(tokens_of["greedy"] - tokens_of["modest"]) <= MAX_LONG_TOKENS
 
 
 def test_a_round_is_of_one_engine_and_each_has_its_turn() -> None:
-    room = tables(100, "a", "b")
-    schedule = warmed(room)
-    first, second = due("a", 90), due("b", 90)
+    tables = block_tables(100, "a", "b")
+    scheduler = calibrated_scheduler(tables)
+    first, second = step("a", 90), step("b", 90)
     second.engine = "part"
-    schedule.add(first)
-    schedule.add(second)
+    scheduler.add(first)
+    scheduler.add(second)
     order = []
     for at in range(2):
-        portions = schedule.round(float(at))
-        order.append([portion.due.session for portion in portions])
-        schedule.ran(portions, 0.1, float(at))
+        portions = scheduler.next_round(float(at))
+        order.append([portion.step.session for portion in portions])
+        scheduler.finish_round(portions, 0.1, float(at))
     assert sorted(order) == [["a"], ["b"]]
 
 
-def test_without_blocks_the_paused_lose_theirs_then_the_youngest_and_never_the_older() -> None:
-    room = tables(6, "old", "mid", "new", "idle")
-    schedule = warmed(room)
+def test_paused_sessions_are_evicted_first_then_the_youngest_and_never_older_ones() -> None:
+    tables = block_tables(6, "old", "mid", "new", "idle")
+    scheduler = calibrated_scheduler(tables)
     for name, age in (("old", 1.0), ("idle", 0.5), ("mid", 2.0), ("new", 3.0)):
-        schedule.add(due(name, SIZE, age=age))
-    portions = schedule.round(0.0)
-    assert compute(room, portions) == []
-    schedule.ran(portions, 0.01, 0.0)
-    assert room.pool.used == 4
-    late = PAUSE_S + 1.0
+        scheduler.add(step(name, SIZE, age=age))
+    portions = scheduler.next_round(0.0)
+    assert compute(tables, portions) == []
+    scheduler.finish_round(portions, 0.01, 0.0)
+    assert tables.pool.used == 4
+    late = PAUSED_AFTER_S + 1.0
     for name, age in (("old", 1.0), ("mid", 2.0), ("new", 3.0)):
-        schedule.add(due(name, SIZE, start=SIZE, age=age, at=late))
-    portions = schedule.round(late)
-    assert (room.held("idle"), schedule.preempted) == (0, 1)
-    assert compute(room, portions) == []
-    schedule.ran(portions, 0.01, late)
-    assert room.pool.used == 6
-    schedule.add(due("old", 2 * SIZE, start=2 * SIZE, age=1.0, at=late))
-    schedule.add(due("mid", SIZE, start=2 * SIZE, age=2.0, at=late))
-    portions = schedule.round(late + 0.1)
-    assert (room.held("new"), schedule.preempted) == (0, 2)
+        scheduler.add(step(name, SIZE, start=SIZE, age=age, at=late))
+    portions = scheduler.next_round(late)
+    assert (tables.held("idle"), scheduler.preempted) == (0, 1)
+    assert compute(tables, portions) == []
+    scheduler.finish_round(portions, 0.01, late)
+    assert tables.pool.used == 6
+    scheduler.add(step("old", 2 * SIZE, start=2 * SIZE, age=1.0, at=late))
+    scheduler.add(step("mid", SIZE, start=2 * SIZE, age=2.0, at=late))
+    portions = scheduler.next_round(late + 0.1)
+    assert (tables.held("new"), scheduler.preempted) == (0, 2)
     assert sizes(portions) == {"old": 2 * SIZE}
-    compute(room, portions)
-    schedule.ran(portions, 0.01, late + 0.1)
-    (waiting,) = schedule._due
+    compute(tables, portions)
+    scheduler.finish_round(portions, 0.01, late + 0.1)
+    (waiting,) = scheduler._due
     assert waiting.session == "mid"
-    assert schedule.hopeless(late + 0.2) == []
-    assert schedule.hopeless(late + 0.2 + PATIENCE_S) == [waiting]
-    assert len(schedule) == 0
+    assert scheduler.pop_starved(late + 0.2) == []
+    assert scheduler.pop_starved(late + 0.2 + MAX_BLOCK_WAIT_S) == [waiting]
+    assert len(scheduler) == 0
 
 
-def test_what_younger_sessions_hold_only_together_is_an_older_ones_too() -> None:
+def test_blocks_that_only_younger_sessions_share_are_evicted_for_an_older_one() -> None:
     first = first_name("model")
     ids = np.arange(4 * BLOCK_TOKENS, dtype=np.int32)
-    room = BlockTables(BlockPool(8, BLOCK_TOKENS))
+    tables = BlockTables(BlockPool(8, BLOCK_TOKENS))
     packed = pack_names(first, names_of(ids, first=first), most=1 << 10)
     for session in ("before", "old", "one", "other"):
-        room.open(session, 8 * BLOCK_TOKENS)
-    schedule = warmed(room)
+        tables.open(session, 8 * BLOCK_TOKENS)
+    scheduler = calibrated_scheduler(tables)
 
-    def computed(one: PendingStep) -> list[Portion[PendingStep]]:
-        schedule.add(one)
-        portions = schedule.round(0.0)
-        assert compute(room, portions) == []
-        schedule.ran(portions, 0.01, 0.0)
+    def computed(pending: PendingStep) -> list[Portion[PendingStep]]:
+        scheduler.add(pending)
+        portions = scheduler.next_round(0.0)
+        assert compute(tables, portions) == []
+        scheduler.finish_round(portions, 0.01, 0.0)
         return portions
 
-    room.adopt("before", packed, tag=b"")
-    room.find("before").prepare(0, len(ids))
-    room.find("before").commit(ids)
-    room.close("before")
-    computed(due("old", 4 * BLOCK_TOKENS, age=1.0))
+    tables.adopt("before", packed, tag=b"")
+    tables.find("before").prepare(0, len(ids))
+    tables.find("before").commit(ids)
+    tables.close("before")
+    computed(step("old", 4 * BLOCK_TOKENS, age=1.0))
     for session, age in (("one", 2.0), ("other", 3.0)):
-        schedule.opened(session, client=session, engine=None, opened_at=age, now=0.0)
-        assert len(room.adopt(session, packed, tag=b"")) == len(ids)
-    assert (room.free, room.held("one"), room.held("other")) == (0, 0, 0)
-    assert sizes(computed(due("old", start=4 * BLOCK_TOKENS, age=1.0))) == {"old": 1}
-    assert schedule.preempted == 2
-    assert room.sharing(["old"]) == ["old"]
-    assert room.sharing(["one", "nobody"]) == []
+        scheduler.add_session(session, client=session, engine=None, opened_at=age, now=0.0)
+        assert len(tables.adopt(session, packed, tag=b"")) == len(ids)
+    assert (tables.free, tables.held("one"), tables.held("other")) == (0, 0, 0)
+    assert sizes(computed(step("old", start=4 * BLOCK_TOKENS, age=1.0))) == {"old": 1}
+    assert scheduler.preempted == 2
+    assert tables.sharing(["old"]) == ["old"]
+    assert tables.sharing(["one", "unknown"]) == []
 
 
-def test_a_session_whose_every_token_takes_seconds_is_not_pausing() -> None:
-    room = tables(2, "slow", "young")
-    schedule = warmed(room)
-    gap = PAUSE_S + 1.0
+def test_a_session_whose_every_token_takes_seconds_is_not_paused() -> None:
+    tables = block_tables(2, "slow", "young")
+    scheduler = calibrated_scheduler(tables)
+    gap = PAUSED_AFTER_S + 1.0
     for start in range(2):
-        schedule.add(due("slow", start=start, at=start * gap, age=1.0))
-        portions = schedule.round(start * gap)
-        compute(room, portions)
-        schedule.ran(portions, 0.01, start * gap)
-    schedule.add(due("young", 2 * SIZE, at=2 * gap, age=2.0))
-    assert schedule.round(1.9 * gap) == []
-    assert room.held("slow") == 1
-    assert "young" in sizes(schedule.round(10 * gap))
-    assert room.held("slow") == 0
+        scheduler.add(step("slow", start=start, at=start * gap, age=1.0))
+        portions = scheduler.next_round(start * gap)
+        compute(tables, portions)
+        scheduler.finish_round(portions, 0.01, start * gap)
+    scheduler.add(step("young", 2 * SIZE, at=2 * gap, age=2.0))
+    assert scheduler.next_round(1.9 * gap) == []
+    assert tables.held("slow") == 1
+    assert "young" in sizes(scheduler.next_round(10 * gap))
+    assert tables.held("slow") == 0
 
 
-def test_one_after_another_nothing_overtakes() -> None:
-    schedule: SerialScheduler[PendingStep] = SerialScheduler(batch=2)
-    for one in (due("a", 5), due("b"), due("b", start=1), due("c")):
-        schedule.add(one)
+def test_the_serial_scheduler_lets_no_step_overtake() -> None:
+    scheduler: SerialScheduler[PendingStep] = SerialScheduler(batch=2)
+    for pending in (step("a", 5), step("b"), step("b", start=1), step("c")):
+        scheduler.add(pending)
     order = []
-    while len(schedule):
-        portions = schedule.round(0.0)
-        order.append([portion.due.session for portion in portions])
-        schedule.ran(portions, 0.1, 0.0)
+    while len(scheduler):
+        portions = scheduler.next_round(0.0)
+        order.append([portion.step.session for portion in portions])
+        scheduler.finish_round(portions, 0.1, 0.0)
     assert order == [["a", "b"], ["b", "c"]]
 
 
 @dataclass
 class Writer:
-    """A session that reads a prompt and writes a text, token by token, and feeds all again when it is told to."""
+    """A session with a prompt and a text, written token by token; after an eviction it sends all tokens again."""
 
     name: str
     client: str
@@ -399,7 +401,7 @@ class Writer:
     text: int
     known: int = 0
     cached: int = 0
-    due: PendingStep | None = None
+    step: PendingStep | None = None
     restarts: int = 0
     waits: list[int] = field(default_factory=list)
 
@@ -410,10 +412,10 @@ class Writer:
     def next(self, now: float) -> PendingStep:
         known = max(self.known, self.prompt)
         count = known - self.cached
-        self.due = due(
+        self.step = step(
             self.name, count, start=self.cached, client=self.client, age=self.age, at=now, hops=1 + self.prompt % 3
         )
-        return self.due
+        return self.step
 
 
 writers = st.lists(
@@ -423,52 +425,52 @@ writers = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(writers, st.integers(22, 60))
-def test_everybody_ends_and_no_short_step_waits_long(plans: list[tuple[int, int, int, int]], blocks: int) -> None:
-    """Sessions of three clients come at some time; the cache has room for the largest of them, and not for all."""
-    room = BlockTables(BlockPool(blocks, SIZE))
-    schedule = warmed(room)
-    left = [
+def test_every_session_ends_and_the_oldest_never_starves(plans: list[tuple[int, int, int, int]], blocks: int) -> None:
+    """Sessions of three clients start at different times. The cache has room for the largest, and not for all."""
+    tables = BlockTables(BlockPool(blocks, SIZE))
+    scheduler = calibrated_scheduler(tables)
+    remaining = [
         (start, Writer(name=f"s{i}", client=f"c{client}", age=start + i / 100, prompt=prompt, text=text))
         for i, (client, prompt, text, start) in enumerate(plans)
     ]
     running: list[Writer] = []
     now, rounds_before = 0.0, 0
     for turn in itertools.count():
-        assert turn < 20_000, "somebody never ends"
-        for start, writer in [pair for pair in left if pair[0] <= turn]:
-            left.remove((start, writer))
-            room.open(writer.name, blocks * SIZE)
+        assert turn < 20_000, "a session never ends"
+        for start, writer in [pair for pair in remaining if pair[0] <= turn]:
+            remaining.remove((start, writer))
+            tables.open(writer.name, blocks * SIZE)
             running.append(writer)
         for writer in running:
-            if writer.due is None:
-                schedule.add(writer.next(now))
-        if not running and not left:
+            if writer.step is None:
+                scheduler.add(writer.next(now))
+        if not running and not remaining:
             break
-        oldest = min(running, key=lambda one: one.age).name if running else ""
-        portions = schedule.round(now)
+        oldest = min(running, key=lambda writer: writer.age).name if running else ""
+        portions = scheduler.next_round(now)
         counts = [portion.count for portion in portions]
-        assert len({portion.due.session for portion in portions}) == len(portions) <= MAX_STEPS
-        assert sum(count for count in counts if count > SHORT) <= ALONE
-        lost = compute(room, portions)
-        schedule.ran([portion for portion in portions if portion.due.session not in lost], 0.02, now)
+        assert len({portion.step.session for portion in portions}) == len(portions) <= MAX_STEPS
+        assert sum(count for count in counts if count > MAX_SHORT_TOKENS) <= MAX_LONG_TOKENS
+        evicted = compute(tables, portions)
+        scheduler.finish_round([portion for portion in portions if portion.step.session not in evicted], 0.02, now)
         now += 0.02 if portions else 0.5
         if portions:
             rounds_before = 0 if oldest in ("", *sizes(portions)) else rounds_before + 1
             assert rounds_before < 40, "the oldest waits"
         for writer in list(running):
-            assert writer.due is not None
-            if writer.name in lost:
-                schedule.remove(writer.due)
+            assert writer.step is not None
+            if writer.name in evicted:
+                scheduler.remove(writer.step)
                 writer.restarts += 1
-                writer.cached, writer.due = 0, None
-            elif writer.due.left == 0:
-                writer.cached = writer.due.start + writer.due.tokens
-                writer.known, writer.due = writer.cached + 1, None
+                writer.cached, writer.step = 0, None
+            elif writer.step.remaining == 0:
+                writer.cached = writer.step.start + writer.step.tokens
+                writer.known, writer.step = writer.cached + 1, None
                 if writer.ended:
                     running.remove(writer)
-                    schedule.forget(writer.name)
-                    room.close(writer.name)
-        room.pool.forget()
-    assert room.pool.free == blocks
-    assert len(schedule) == 0
-    assert schedule._served == {}
+                    scheduler.remove_session(writer.name)
+                    tables.close(writer.name)
+        tables.pool.forget()
+    assert tables.pool.free == blocks
+    assert len(scheduler) == 0
+    assert scheduler._served == {}

@@ -31,8 +31,8 @@ def step(session: str, start: int = 0, tokens: tuple[int, ...] = (1,), rows: int
     return Step(session=session, start=start, tokens=np.array(tokens, np.int32), rows=rows)
 
 
-async def run(worker: Worker, *given: Any, **settings: Any) -> StepOutcome:
-    return await worker.outcome(worker.submit(*given, **settings))
+async def run(worker: Worker, *arguments: Any, **settings: Any) -> StepOutcome:
+    return await worker.outcome(worker.submit(*arguments, **settings))
 
 
 @asynccontextmanager
@@ -50,7 +50,7 @@ async def opened(worker: Worker, engine: ToyEngine, *sessions: str) -> None:
         await worker.call(lambda name=session: engine.open(name, 50))  # type: ignore[misc]
 
 
-def test_one_thread_that_is_not_the_loops_does_everything() -> None:
+def test_one_thread_apart_from_the_event_loop_makes_all_engine_calls() -> None:
     async def main() -> None:
         engine = ToyEngine(WHOLE)
         async with running() as worker:
@@ -63,11 +63,11 @@ def test_one_thread_that_is_not_the_loops_does_everything() -> None:
     asyncio.run(main())
 
 
-def test_the_devices_thread_gives_way_to_the_loop() -> None:
+def test_the_devices_thread_has_a_lower_priority_than_the_event_loop() -> None:
     async def main() -> None:
         async with running() as worker:
-            theirs = await worker.call(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-            assert theirs == max(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), 10)
+            priority = await worker.call(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            assert priority == max(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), 10)
 
     asyncio.run(main())
 
@@ -98,13 +98,13 @@ def test_the_penalty_sees_the_ids_before_the_chosen_position() -> None:
             await opened(worker, engine, "a", "b", "c")
             plain = (await run(worker, engine, step("a"), Sampling(), NO_IDS)).choices[0].token
             strict = Sampling(repetition_penalty=100.0)
-            spared = await run(worker, engine, step("b"), strict, np.array([1], np.int32))
+            unaffected = await run(worker, engine, step("b"), strict, np.array([1], np.int32))
             assert plain != 1
-            assert spared.choices[0].token == plain
+            assert unaffected.choices[0].token == plain
             engine.close("c")
             engine.open("c", 50)
-            cast = step("c", 0, (1, plain), rows=2)
-            first, _ = (await run(worker, engine, cast, strict, np.array([1, plain], np.int32))).choices
+            both = step("c", 0, (1, plain), rows=2)
+            first, _ = (await run(worker, engine, both, strict, np.array([1, plain], np.int32))).choices
             assert first.token == plain  # the second id is not in the history of the first choice
 
     asyncio.run(main())
@@ -133,12 +133,12 @@ def test_engines_are_not_mixed_and_only_calls_overtake() -> None:
         gate = threading.Event()
         order: list[str] = []  # written in the worker's thread alone
 
-        class Noting(ToyEngine):
+        class RecordingEngine(ToyEngine):
             def forward(self, steps: Sequence[Step]) -> list[StepResult]:
                 order.extend(step.session for step in steps)
                 return super().forward(steps)
 
-        first, second = Noting(WHOLE, gate=gate), Noting(WHOLE)
+        first, second = RecordingEngine(WHOLE, gate=gate), RecordingEngine(WHOLE)
         async with running(batch=8) as worker:
             await opened(worker, first, "a", "b", "c")
             await opened(worker, second, "x")
@@ -168,7 +168,7 @@ def test_a_wrong_step_fails_alone() -> None:
             await opened(worker, engine, "a", "b", "c")
             tasks = [
                 asyncio.create_task(run(worker, engine, wanted, Sampling(), NO_IDS))
-                for wanted in (step("a"), step("b", start=7), step("nobody"), step("c"))
+                for wanted in (step("a"), step("b", start=7), step("unknown"), step("c"))
             ]
             gate.set()
             good, beyond, unknown, fine = await asyncio.gather(*tasks, return_exceptions=True)
@@ -182,9 +182,9 @@ def test_a_wrong_step_fails_alone() -> None:
 
 def test_a_failing_device_is_this_peers_fault_and_is_reported_when_it_lasts() -> None:
     async def main() -> None:
-        heard: list[SwarmError] = []
+        reported: list[SwarmError] = []
         engine = ToyEngine(WHOLE)
-        async with running(on_failed=heard.append) as worker:
+        async with running(on_failed=reported.append) as worker:
             await opened(worker, engine, "a")
             engine.broken = EngineError("out of memory")
             for _ in range(2):
@@ -194,19 +194,19 @@ def test_a_failing_device_is_this_peers_fault_and_is_reported_when_it_lasts() ->
             await run(worker, engine, step("a"), Sampling(), NO_IDS)
             engine.broken = ZeroDivisionError("a bug")
             for _ in range(3):
-                assert heard == []
+                assert reported == []
                 with pytest.raises(PeerFailed, match="ZeroDivisionError: a bug"):
                     await run(worker, engine, step("a"), Sampling(), NO_IDS)
-            assert len(heard) == 1
+            assert len(reported) == 1
 
     asyncio.run(main())
 
 
-def test_a_wrong_step_does_not_make_up_for_failures_of_the_device() -> None:
+def test_a_wrong_step_does_not_reset_the_count_of_device_failures() -> None:
     async def main() -> None:
-        heard: list[SwarmError] = []
+        reported: list[SwarmError] = []
         engine = ToyEngine(WHOLE)
-        async with running(on_failed=heard.append) as worker:
+        async with running(on_failed=reported.append) as worker:
             await opened(worker, engine, "a")
             for _ in range(3):
                 engine.broken = EngineError("out of memory")
@@ -215,7 +215,7 @@ def test_a_wrong_step_does_not_make_up_for_failures_of_the_device() -> None:
                 engine.broken = None
                 with pytest.raises(BadStep):
                     await run(worker, engine, step("a", start=7), Sampling(), NO_IDS)
-            assert len(heard) == 1
+            assert len(reported) == 1
 
     asyncio.run(main())
 
@@ -262,7 +262,7 @@ def test_the_result_of_a_step_cancelled_while_it_runs_is_dropped() -> None:
     asyncio.run(main())
 
 
-def test_a_call_runs_even_when_its_caller_gave_up() -> None:
+def test_a_call_runs_even_if_its_caller_is_cancelled() -> None:
     async def main() -> None:
         gate = threading.Event()
         engine = ToyEngine(WHOLE, gate=gate)
@@ -281,56 +281,56 @@ def test_a_call_runs_even_when_its_caller_gave_up() -> None:
     asyncio.run(main())
 
 
-def test_a_step_that_waits_when_its_session_ends_is_not_remembered() -> None:
+def test_a_step_that_waits_when_its_session_ends_leaves_no_state() -> None:
     async def main() -> None:
         gate = threading.Event()
-        engine, room = ToyEngine(WHOLE), BlockTables(BlockPool(4, 4))
-        schedule: BatchScheduler[Any] = BatchScheduler(room)
-        worker = Worker(schedule)
+        engine, tables = ToyEngine(WHOLE), BlockTables(BlockPool(4, 4))
+        scheduler: BatchScheduler[Any] = BatchScheduler(tables)
+        worker = Worker(scheduler)
         worker.start()
         await opened(worker, engine, "a")
-        worker.post(lambda: gate.wait(20))  # the thread has looked for steps, and is on its way to calls
-        waiting = asyncio.create_task(run(worker, engine, step("a"), Sampling(), NO_IDS, client="somebody"))
+        worker.post(lambda: gate.wait(20))  # holds the thread in a call, after it has received the steps so far
+        waiting = asyncio.create_task(run(worker, engine, step("a"), Sampling(), NO_IDS, client="client"))
         await until(lambda: worker.waiting == 2)
         waiting.cancel()
-        worker.end(engine, "a")
+        worker.close_session(engine, "a")
         gate.set()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         await until(lambda: worker.waiting == 0)
         await worker.close()
-        assert (schedule._sequences, schedule._served, len(schedule)) == ({}, {}, 0)
+        assert (scheduler._sequences, scheduler._served, len(scheduler)) == ({}, {}, 0)
 
     asyncio.run(main())
 
 
-def test_a_bug_in_the_schedule_is_told_to_who_waits_and_the_thread_goes_on(
+def test_a_bug_in_the_scheduler_fails_the_waiting_steps_and_the_thread_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Buggy(SerialScheduler[Any]):
         rounds = 0
 
-        def round(self, now: float) -> list[Any]:
+        def next_round(self, now: float) -> list[Any]:
             self.rounds += 1
             if self.rounds == 1:
-                raise ZeroDivisionError("nobody writes")
-            return super().round(now)
+                raise ZeroDivisionError("no session writes")
+            return super().next_round(now)
 
     async def main() -> None:
         engine, worker = ToyEngine(WHOLE), Worker(Buggy())
         worker.start()
         engine.open("a", 50)
-        with pytest.raises(PeerFailed, match="nobody writes"):
+        with pytest.raises(PeerFailed, match="no session writes"):
             await run(worker, engine, step("a"), Sampling(), NO_IDS)
         assert (await run(worker, engine, step("a"), Sampling(), NO_IDS)).choices
         assert worker.waiting == 0
         await worker.close()
 
     asyncio.run(main())
-    assert "nobody foresaw" in caplog.text
+    assert "unexpected error in a round" in caplog.text
 
 
-def test_a_full_queue_refuses() -> None:
+def test_a_full_queue_refuses_steps() -> None:
     async def main() -> None:
         gate = threading.Event()
         engine = ToyEngine(WHOLE, gate=gate)
@@ -365,7 +365,7 @@ def test_closing_runs_what_is_queued_and_leaves_no_thread() -> None:
 
 
 def test_closing_while_steps_wait_ends_the_thread_after_them() -> None:
-    """It takes the last of them and the end out of its queue at once."""
+    """The thread receives the last of them together with the end marker."""
 
     async def main() -> None:
         gate = threading.Event()

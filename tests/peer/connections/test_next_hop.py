@@ -1,4 +1,4 @@
-"""The ways onward, without sockets: what is closed when, and what the openers hear."""
+"""Next hops without sockets: which are closed when, and which errors the openers get."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG_AGO_S = 1000.0
 
 
 class FakeChannel:
-    """A channel that does something of its own while it is being closed."""
+    """A channel that calls `on_close` while it is being closed."""
 
     def __init__(self, on_close: Callable[[], object] = lambda: None) -> None:
         self.closed = False
@@ -41,75 +41,75 @@ class FakeChannel:
 
 
 class Session:
-    """A traveller that keeps what it hears."""
+    """A user of a next hop that records its errors."""
 
     name = "session-1"
 
     def __init__(self) -> None:
-        self.heard: list[SwarmError] = []
+        self.errors: list[SwarmError] = []
 
-    def hop_failed(self, error: SwarmError, failure: Failure | None) -> None:
-        self.heard.append(error)
+    def on_hop_failed(self, error: SwarmError, failure: Failure | None) -> None:
+        self.errors.append(error)
 
 
-class Ways:
-    """An Onward with hops over fake channels, and its clock."""
+class FakeConnections:
+    """NextHops over fake channels, and their clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.onward = NextHops(client_hello, clock=lambda: self.now)
+        self.next_hops = NextHops(client_hello, clock=lambda: self.now)
 
     def add(self, peer_id: str, on_close: Callable[[], object] = lambda: None) -> NextHop:
         hop = NextHop(peer_id, cast(Channel, FakeChannel(on_close)), lambda: self.now)
-        self.onward._hops[peer_id] = hop
+        self.next_hops._hops[peer_id] = hop
         return hop
 
 
-def test_a_way_that_breaks_while_another_is_closed_does_not_end_the_sweep() -> None:
-    ways = Ways()
-    first = ways.add("a", on_close=lambda: ways.onward._lost(second, PeerLost("gone")))
-    second, third = ways.add("b"), ways.add("c")
-    ways.now = LONG_AGO_S
-    asyncio.run(ways.onward.sweep())
-    assert len(ways.onward) == 0
+def test_a_connection_that_breaks_while_another_is_closed_does_not_end_the_sweep() -> None:
+    connections = FakeConnections()
+    first = connections.add("a", on_close=lambda: connections.next_hops._on_lost(second, PeerLost("gone")))
+    second, third = connections.add("b"), connections.add("c")
+    connections.now = LONG_AGO_S
+    asyncio.run(connections.next_hops.sweep())
+    assert len(connections.next_hops) == 0
     assert first.closed
     assert third.closed
 
 
-def test_a_way_that_finds_a_traveller_while_another_is_closed_stays() -> None:
-    ways, session = Ways(), Session()
-    ways.add("a", on_close=lambda: second.users.update({session.name: session}))
-    second = ways.add("b")
-    ways.now = LONG_AGO_S
-    asyncio.run(ways.onward.sweep())
+def test_a_connection_that_gets_a_session_while_another_is_closed_stays_open() -> None:
+    connections, session = FakeConnections(), Session()
+    connections.add("a", on_close=lambda: second.users.update({session.name: session}))
+    second = connections.add("b")
+    connections.now = LONG_AGO_S
+    asyncio.run(connections.next_hops.sweep())
     assert not second.closed
-    assert len(ways.onward) == 1
+    assert len(connections.next_hops) == 1
 
 
-@pytest.mark.parametrize("nonsense", [RemoteProtocolError, LocalProtocolError, DirectoryError, BadStep])
-def test_a_next_hop_that_talks_nonsense_is_at_fault_itself(nonsense: type[SwarmError]) -> None:
-    ways, session = Ways(), Session()
-    hop = ways.add("c" * 32)
+@pytest.mark.parametrize("wrong_error", [RemoteProtocolError, LocalProtocolError, DirectoryError, BadStep])
+def test_any_error_of_a_next_hop_is_reported_as_that_peers_fault(wrong_error: type[SwarmError]) -> None:
+    connections, session = FakeConnections(), Session()
+    hop = connections.add("c" * 32)
     hop.users[session.name] = session
-    ways.onward._lost(hop, nonsense("a frame's header cannot be read"))
-    ways.onward._heard(hop, Failure(code=nonsense.code, text="whatever", session=session.name))
-    for error in session.heard:
+    connections.next_hops._on_lost(hop, wrong_error("a frame's header cannot be read"))
+    connections.next_hops._on_message(hop, Failure(code=wrong_error.code, text="text", session=session.name))
+    for error in session.errors:
         assert isinstance(error, PeerFailed)
         assert error.peer == "c" * 32
-    assert len(session.heard) == 2
+    assert len(session.errors) == 2
 
 
-def test_a_session_that_the_next_hop_does_not_know_stays_one_to_open_again() -> None:
-    ways, session = Ways(), Session()
-    hop = ways.add("c" * 32)
+def test_a_session_that_the_next_hop_does_not_know_stays_an_unknown_session() -> None:
+    connections, session = FakeConnections(), Session()
+    hop = connections.add("c" * 32)
     hop.users[session.name] = session
-    ways.onward._heard(hop, Failure(code=UnknownSession.code, text="expired", session=session.name))
-    assert [type(error) for error in session.heard] == [UnknownSession]
+    connections.next_hops._on_message(hop, Failure(code=UnknownSession.code, text="expired", session=session.name))
+    assert [type(error) for error in session.errors] == [UnknownSession]
 
 
 @pytest.mark.parametrize("addresses", [("no-port",), ("127.0.0.1:1",)])
-def test_whatever_is_wrong_with_the_way_to_a_peer_it_cannot_be_reached(addresses: Any) -> None:
+def test_a_connection_that_fails_for_any_reason_is_an_unreachable_peer(addresses: Any) -> None:
     link = Link(request=1, session="session-1", epoch=0, addresses=addresses, peer_id="c" * 32, secret=SECRET)
     with pytest.raises(PeerUnreachable) as caught:
-        asyncio.run(Ways().onward.reach(link))
+        asyncio.run(FakeConnections().next_hops.connect(link))
     assert caught.value.peer == "c" * 32

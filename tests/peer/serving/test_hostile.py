@@ -1,4 +1,4 @@
-"""What strangers send to a peer's socket: that connection alone is told and ended, everything else goes on."""
+"""Malformed and hostile bytes on a peer's socket: that connection gets a Failure and ends, all others go on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROMPT = [3, 1, 4]
 
 
 class Socket:
-    """TLS and no manners."""
+    """TLS, and any bytes that a test sends."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -61,7 +61,7 @@ class Socket:
             return msgpack.unpackb(await self._reader.readexactly(header)), await self._reader.readexactly(payload)
 
     async def last_words(self) -> dict[str, Any]:
-        """The last frame before the peer ends the connection; empty where it says nothing."""
+        """The header of the last frame before the peer ends the connection; empty if there is none."""
         header: dict[str, Any] = {}
         try:
             while True:
@@ -71,7 +71,7 @@ class Socket:
 
 
 @asynccontextmanager
-async def stranger(host: Host, *, at: str = "127.0.0.1") -> AsyncIterator[Socket]:
+async def raw_connection(host: Host, *, at: str = "127.0.0.1") -> AsyncIterator[Socket]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -94,7 +94,7 @@ def frame(header: bytes, payload: bytes = b"") -> bytes:
 
 
 def forged(payload: bytes | None = None, **changes: Any) -> bytes:
-    """A Forward whose header says what no honest program would."""
+    """A Forward with `changes` in its header, and another payload if given."""
     honest = Forward(
         session="session-1",
         epoch=0,
@@ -114,8 +114,8 @@ NONSENSE: dict[str, Callable[[], bytes]] = {
     "a header of 2 GiB": lambda: struct.pack(">II", 1 << 31, 0),
     "a payload of 2 GiB": lambda: struct.pack(">II", 10, 1 << 31) + bytes(10),
     "no header": lambda: frame(b""),
-    "a header that is no map": lambda: frame(msgpack.packb([1, 2])),
-    "a header that is no msgpack": lambda: frame(b"\xc1" * 20),
+    "a header that is not a map": lambda: frame(msgpack.packb([1, 2])),
+    "a header that is not msgpack": lambda: frame(b"\xc1" * 20),
     "deep nesting": lambda: frame(b"\x91" * 4000),
     "an unknown kind": lambda: frame(msgpack.packb({"kind": "format-disk"})),
     "a peer's message": lambda: frame(msgpack.packb({"kind": "pong", "request": 1, "time": 1.0})),
@@ -124,40 +124,40 @@ NONSENSE: dict[str, Callable[[], bytes]] = {
     "a dtype that does not fit": lambda: forged(dtype="f16"),
     "a huge shape": lambda: forged(hidden=[1 << 40, 1 << 40]),
     "a negative shape": lambda: forged(hidden=[-1, HIDDEN]),
-    "a shape of another kind": lambda: forged(hidden="many"),
+    "a shape that is a string": lambda: forged(hidden="many"),
     "too many tokens": lambda: forged(tokens=[100_000], payload=bytes(400_000)),
     "no tokens": lambda: forged(tokens=[0], hidden=None, payload=b""),
     "rows beyond the tokens": lambda: forged(rows=3),
     "a negative position": lambda: forged(start=-1),
     "a payload too long": lambda: forged(payload=bytes(10_000)),
     "a payload too short": lambda: forged(payload=bytes(5)),
-    "a sampling that makes no sense": lambda: forged(sampling=[float("nan"), 0, 1.0, 0.0, 1.0, 0, None]),
-    "a name that is none": lambda: forged(session="../../etc/passwd"),
+    "an invalid sampling": lambda: forged(sampling=[float("nan"), 0, 1.0, 0.0, 1.0, 0, None]),
+    "an invalid session name": lambda: forged(session="../../etc/passwd"),
 }
 
 
 @asynccontextmanager
-async def watched_peer() -> AsyncIterator[tuple[Host, Caller]]:
-    """A peer, and somebody whose text must come out right whatever else happens there."""
+async def peer_with_honest_client() -> AsyncIterator[tuple[Host, Caller]]:
+    """A peer, and an honest client whose text must be right at the end."""
     async with toy_peer() as host, calling(host) as caller:
         await caller.open("honest-session")
         yield host, caller
         assert await generate(caller, caller, PROMPT, 6, "honest-session") == toy_text(PROMPT, 6)
-        assert caller.heard == []
+        assert caller.messages == []
         assert caller.lost == []
 
 
-@pytest.mark.parametrize("greeted", [False, True], ids=["stranger", "guest"])
-@pytest.mark.parametrize("nonsense", NONSENSE)
-def test_nonsense_ends_its_connection_alone(nonsense: str, greeted: bool) -> None:
+@pytest.mark.parametrize("greeted", [False, True], ids=["before Hello", "after Hello"])
+@pytest.mark.parametrize("malformed", NONSENSE)
+def test_malformed_bytes_end_only_their_connection(malformed: str, greeted: bool) -> None:
     async def main() -> None:
-        async with watched_peer() as (host, _), stranger(host) as guest:
+        async with peer_with_honest_client() as (host, _), raw_connection(host) as raw:
             if greeted:
-                await guest.greet()
-            elif nonsense == "a second greeting":
+                await raw.greet()
+            elif malformed == "a second greeting":
                 return
-            await guest.send(NONSENSE[nonsense]())
-            words = await guest.last_words()
+            await raw.send(NONSENSE[malformed]())
+            words = await raw.last_words()
             assert words["kind"] == "failure"
             assert words["code"] == "remote_protocol"
             await until(lambda: host.server.connections == 1)
@@ -165,9 +165,9 @@ def test_nonsense_ends_its_connection_alone(nonsense: str, greeted: bool) -> Non
     asyncio.run(main())
 
 
-def test_bytes_that_are_no_tls_end_their_connection_alone() -> None:
+def test_bytes_that_are_not_tls_end_only_their_connection() -> None:
     async def main() -> None:
-        async with watched_peer() as (host, _):
+        async with peer_with_honest_client() as (host, _):
             for data in (b"GET / HTTP/1.1\r\n\r\n", random.Random(2).randbytes(5000), b""):
                 reader, writer = await asyncio.open_connection(host.address.host, host.address.port)
                 writer.write(data)
@@ -179,25 +179,25 @@ def test_bytes_that_are_no_tls_end_their_connection_alone() -> None:
     asyncio.run(main())
 
 
-def test_half_a_frame_and_then_nothing_holds_up_nobody() -> None:
+def test_an_incomplete_frame_holds_up_no_other_connection() -> None:
     async def main() -> None:
-        async with watched_peer() as (host, _), stranger(host) as guest:
-            await guest.greet()
+        async with peer_with_honest_client() as (host, _), raw_connection(host) as raw:
+            await raw.greet()
             whole = frame_of(Ping(request=1, payload=bytes(1000)))
-            await guest.send(whole[:500])
+            await raw.send(whole[:500])
             async with calling(host) as other:
                 await other.ping()
-            await guest.send(whole[500:])
-            header, _ = await guest.frame()
+            await raw.send(whole[500:])
+            header, _ = await raw.frame()
             assert header["kind"] == "pong"
 
     asyncio.run(main())
 
 
-def test_well_formed_messages_that_are_wrong_get_a_failure_and_the_connection_goes_on() -> None:
+def test_well_formed_but_wrong_messages_get_a_failure_and_the_connection_goes_on() -> None:
     async def main() -> None:
-        async with watched_peer() as (host, _), stranger(host) as guest:
-            await guest.greet()
+        async with peer_with_honest_client() as (host, _), raw_connection(host) as raw:
+            await raw.greet()
             for data, code in (
                 (forged(session="session-9"), "unknown_session"),
                 (forged(session="honest-session"), "unknown_session"),
@@ -234,24 +234,24 @@ def test_well_formed_messages_that_are_wrong_get_a_failure_and_the_connection_go
                     "context_exceeded",
                 ),
             ):
-                await guest.send(data)
-                header, _ = await guest.frame()
+                await raw.send(data)
+                header, _ = await raw.frame()
                 assert (header["kind"], header["code"]) == ("failure", code)
-            await guest.send(frame_of(Ping(request=9)))
-            header, _ = await guest.frame()
+            await raw.send(frame_of(Ping(request=9)))
+            header, _ = await raw.frame()
             assert header["kind"] == "pong"
 
     asyncio.run(main())
 
 
-def test_a_position_beyond_the_cache_and_numbers_that_are_none_are_told_to_their_session() -> None:
+def test_a_position_beyond_the_cache_and_invalid_numbers_fail_only_their_step() -> None:
     async def main() -> None:
         back = LayerRange(3, LAYERS)
-        async with toy_peer(back) as host, stranger(host) as guest:
-            await guest.greet()
+        async with toy_peer(back) as host, raw_connection(host) as raw:
+            await raw.greet()
             opening = {"kind": "open", "request": 1, "session": "session-1", "epoch": 0, "secret": SECRET}
-            await guest.send(frame(msgpack.packb({**opening, "first": 3, "last": LAYERS, "max_tokens": 50})))
-            assert (await guest.frame())[0]["kind"] == "opened"
+            await raw.send(frame(msgpack.packb({**opening, "first": 3, "last": LAYERS, "max_tokens": 50})))
+            assert (await raw.frame())[0]["kind"] == "opened"
             not_finite = np.full((2, HIDDEN), np.nan, np.float32).tobytes()
             ids = np.ones(2, np.int32).tobytes()
             for data in (
@@ -262,32 +262,32 @@ def test_a_position_beyond_the_cache_and_numbers_that_are_none_are_told_to_their
                 forged(hidden=None, payload=ids),
                 forged(hidden=[2, 4], payload=ids + bytes(32)),
             ):
-                await guest.send(data)
-                header, _ = await guest.frame()
+                await raw.send(data)
+                header, _ = await raw.frame()
                 assert (header["kind"], header["code"], header["session"]) == ("failure", "bad_step", "session-1")
-            await guest.send(forged())
-            assert (await guest.frame())[0]["kind"] == "output"
+            await raw.send(forged())
+            assert (await raw.frame())[0]["kind"] == "output"
 
     asyncio.run(main())
 
 
 def test_a_thousand_mutated_frames_change_nothing_and_cost_no_memory() -> None:
     async def main() -> None:
-        chance = random.Random(31337)
+        rng = random.Random(31337)
         honest = [forged(), forged(session="honest-session"), frame_of(Ping(request=1, payload=b"x" * 50))]
 
         async def attack(host: Host, rounds: int) -> None:
             for _ in range(rounds):
-                async with stranger(host) as guest:
-                    await guest.greet()
+                async with raw_connection(host) as raw:
+                    await raw.greet()
                     for _ in range(10):
-                        data = bytearray(chance.choice(honest))
-                        for _ in range(chance.randint(1, 4)):
-                            data[chance.randrange(len(data))] = chance.randrange(256)
-                        guest.writer.write(bytes(data[: chance.randint(1, len(data))]))
+                        data = bytearray(rng.choice(honest))
+                        for _ in range(rng.randint(1, 4)):
+                            data[rng.randrange(len(data))] = rng.randrange(256)
+                        raw.writer.write(bytes(data[: rng.randint(1, len(data))]))
             await until(lambda: host.server.connections == 1)
 
-        async with watched_peer() as (host, _):
+        async with peer_with_honest_client() as (host, _):
             await attack(host, 20)
             gc.collect()
             tracemalloc.start()
@@ -306,26 +306,26 @@ def test_a_thousand_mutated_frames_change_nothing_and_cost_no_memory() -> None:
     asyncio.run(main())
 
 
-def test_who_has_no_session_may_send_no_more_than_a_ping() -> None:
+def test_a_caller_without_a_session_may_send_no_more_than_a_ping() -> None:
     async def main() -> None:
-        async with watched_peer() as (host, _), stranger(host) as guest:
-            await guest.greet()
-            await guest.send(frame_of(Ping(request=1, payload=bytes(MAX_PING_PAYLOAD))))
-            assert (await guest.frame())[0]["kind"] == "pong"
-            await guest.send(struct.pack(">II", 10, MAX_PING_PAYLOAD + 1))
-            assert (await guest.last_words())["code"] == "remote_protocol"
+        async with peer_with_honest_client() as (host, _), raw_connection(host) as raw:
+            await raw.greet()
+            await raw.send(frame_of(Ping(request=1, payload=bytes(MAX_PING_PAYLOAD))))
+            assert (await raw.frame())[0]["kind"] == "pong"
+            await raw.send(struct.pack(">II", 10, MAX_PING_PAYLOAD + 1))
+            assert (await raw.last_words())["code"] == "remote_protocol"
 
     asyncio.run(main())
 
 
-def test_who_has_a_session_may_send_the_largest_step_that_it_takes() -> None:
+def test_a_caller_with_a_session_may_send_the_largest_step() -> None:
     hidden_size = 1024
     manifest = dataclasses.replace(toy_manifest(), hidden_size=hidden_size)
     serving = Serving(manifest=manifest, engine=ToyEngine(LayerRange(0, LAYERS)), limits=SessionLimits(kv_total=100))
     service = SpanService(serving, peer_id="", hello=lambda: client_hello())
     allowed: list[int] = []
 
-    class Watched(Connection):
+    class RecordingConnection(Connection):
         def __init__(self) -> None:
             """Without a stream."""
 
@@ -333,16 +333,16 @@ def test_who_has_a_session_may_send_the_largest_step_that_it_takes() -> None:
             allowed.append(size)
 
     opening = OpenSession(request=1, session="session-1", epoch=0, secret=SECRET, first=0, last=LAYERS, max_tokens=9)
-    service.open(Watched(), opening).close()
-    service.attach(Watched(), Attach(request=1, session="session-1", epoch=0, secret=SECRET))
+    service.open(RecordingConnection(), opening).close()
+    service.attach(RecordingConnection(), Attach(request=1, session="session-1", epoch=0, secret=SECRET))
     assert allowed == [MAX_STEP_TOKENS * (4 + 4 * hidden_size)] * 2
 
 
-def test_no_host_has_all_connections_and_none_with_a_session_gives_way() -> None:
+def test_no_host_has_all_connections_and_none_with_a_session_is_ended() -> None:
     async def main() -> None:
         async with AsyncExitStack() as stack:
             host = await stack.enter_async_context(toy_peer(max_connections=4))
-            greedy = [await stack.enter_async_context(stranger(host, at="127.0.0.2")) for _ in range(4)]
+            greedy = [await stack.enter_async_context(raw_connection(host, at="127.0.0.2")) for _ in range(4)]
             for one in greedy:
                 await one.greet()
             ask = OpenSession(
@@ -353,7 +353,7 @@ def test_no_host_has_all_connections_and_none_with_a_session_gives_way() -> None
             callers = [await stack.enter_async_context(calling(host)) for _ in range(2)]
             for gone in greedy[1:3]:
                 assert await gone.last_words() == {}
-            with pytest.raises(PeerBusy, match="all 4 connections are taken"):  # both hosts have as many now
+            with pytest.raises(PeerBusy, match="all 4 connections are taken"):  # both hosts have two each now
                 await stack.enter_async_context(calling(host))
             await until(lambda: host.server.connections == 4)
             await callers[1].ping()
@@ -364,22 +364,22 @@ def test_no_host_has_all_connections_and_none_with_a_session_gives_way() -> None
     asyncio.run(main())
 
 
-def test_callers_that_ask_for_files_and_read_nothing_take_little_memory(tmp_path: Path) -> None:
+def test_callers_that_request_files_and_do_not_read_take_little_memory(tmp_path: Path) -> None:
     async def main() -> None:
         path = tmp_path / "layer_000.bin"
         path.write_bytes(bytes(MAX_FILE_PIECE))
         entry = describe_file(path)
         shared_files = SharedFiles(package=tmp_path, manifest=toy_manifest(), entries=(entry,))
-        async with toy_peer(shared_files=shared_files) as host, AsyncExitStack() as guests:
+        async with toy_peer(shared_files=shared_files) as host, AsyncExitStack() as raw_connections:
             tracemalloc.start()
             try:
                 for _ in range(3):
-                    guest = await guests.enter_async_context(stranger(host))
-                    await guest.greet()
-                    guest.stop_reading()
+                    raw = await raw_connections.enter_async_context(raw_connection(host))
+                    await raw.greet()
+                    raw.stop_reading()
                     for request in range(1, 41):
                         question = AskFile(request=request, sha256=entry.sha256, offset=0, length=MAX_FILE_PIECE)
-                        await guest.send(frame_of(question))
+                        await raw.send(frame_of(question))
                 async with calling(host) as other:
                     for _ in range(20):
                         question = AskFile(
@@ -389,30 +389,30 @@ def test_callers_that_ask_for_files_and_read_nothing_take_little_memory(tmp_path
                 _, peak = tracemalloc.get_traced_memory()
             finally:
                 tracemalloc.stop()
-            # a few copies of one piece for each caller: the piece, in TLS, and on its way
+            # a few copies of one piece for each caller: the piece itself, its TLS records, unsent bytes
             assert peak < 4 * 4 * MAX_FILE_PIECE
 
     asyncio.run(main())
 
 
-def test_announced_payloads_that_never_come_take_no_memory() -> None:
+def test_announced_payloads_that_never_arrive_take_no_memory() -> None:
     async def main() -> None:
-        async with watched_peer() as (host, _):
+        async with peer_with_honest_client() as (host, _):
             tracemalloc.start()
             try:
-                guests = []
+                raw_connections = []
                 for _ in range(20):
-                    reader = stranger(host)
-                    guest = await reader.__aenter__()
-                    guests.append(reader)
-                    await guest.greet()
-                    await guest.send(struct.pack(">II", 10, MAX_PING_PAYLOAD) + bytes(10))
+                    reader = raw_connection(host)
+                    raw = await reader.__aenter__()
+                    raw_connections.append(reader)
+                    await raw.greet()
+                    await raw.send(struct.pack(">II", 10, MAX_PING_PAYLOAD) + bytes(10))
                 async with calling(host) as other:
                     await other.ping()
-                # numpy reports what it reserves; pages that never arrive are never touched
+                # numpy reports what it reserves; the pages of payloads that never arrive are never touched
                 resident, _ = tracemalloc.get_traced_memory()
                 assert resident < 20 * (2 << 20)
-                for reader in guests:
+                for reader in raw_connections:
                     await reader.__aexit__(None, None, None)
                 await until(lambda: host.server.connections == 1)
                 gc.collect()

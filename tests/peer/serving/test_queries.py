@@ -49,17 +49,17 @@ async def ask(channel: Channel, answer: type[A], question: Callable[..., Message
     return await channel.ask(question(request=channel.next_request(), **fields), answer, timeout=PATIENCE_S)
 
 
-def test_files_are_given_by_hash_in_pieces(shared_files: SharedFiles) -> None:
+def test_files_are_sent_by_hash_in_pieces(shared_files: SharedFiles) -> None:
     async def main() -> None:
         entry = file_of(shared_files)
         async with toy_peer(shared_files=shared_files) as host, calling(host) as caller:
-            got = b""
-            while len(got) < entry.size:
+            received = b""
+            while len(received) < entry.size:
                 piece = await ask(
-                    caller.channel, FilePiece, AskFile, sha256=entry.sha256, offset=len(got), length=10_000
+                    caller.channel, FilePiece, AskFile, sha256=entry.sha256, offset=len(received), length=10_000
                 )
-                got += bytes(piece.data)
-            assert got == (shared_files.package / entry.path).read_bytes()
+                received += bytes(piece.data)
+            assert received == (shared_files.package / entry.path).read_bytes()
             beyond = await ask(caller.channel, FilePiece, AskFile, sha256=entry.sha256, offset=entry.size, length=10)
             assert bytes(beyond.data) == b""
             far = await ask(caller.channel, FilePiece, AskFile, sha256=entry.sha256, offset=1 << 60, length=10)
@@ -68,13 +68,13 @@ def test_files_are_given_by_hash_in_pieces(shared_files: SharedFiles) -> None:
     asyncio.run(main())
 
 
-def test_only_files_of_the_package_are_given(shared_files: SharedFiles) -> None:
+def test_only_files_of_the_package_are_sent(shared_files: SharedFiles) -> None:
     async def main() -> None:
-        stranger = shared_files.package / "secret.txt"
-        stranger.write_bytes(b"not yours")
+        foreign = shared_files.package / "secret.txt"
+        foreign.write_bytes(b"not yours")
         async with toy_peer(shared_files=shared_files) as host, calling(host) as caller:
             with pytest.raises(UnknownModel, match="has no file with SHA-256"):
-                await ask(caller.channel, FilePiece, AskFile, sha256=describe_file(stranger).sha256, offset=0, length=9)
+                await ask(caller.channel, FilePiece, AskFile, sha256=describe_file(foreign).sha256, offset=0, length=9)
 
     asyncio.run(main())
 
@@ -94,7 +94,7 @@ def test_a_file_that_vanished_or_shrank_is_this_peers_failure(shared_files: Shar
     asyncio.run(main())
 
 
-def test_the_manifest_is_given_for_its_digest_alone(shared_files: SharedFiles) -> None:
+def test_the_manifest_is_sent_for_its_digest_only(shared_files: SharedFiles) -> None:
     async def main() -> None:
         digest = shared_files.manifest.digest
         async with toy_peer(shared_files=shared_files) as host, calling(host) as caller:
@@ -123,7 +123,7 @@ def test_look_ups_are_answered_with_sealed_notices() -> None:
     asyncio.run(main())
 
 
-def test_a_desk_that_has_just_opened_says_so() -> None:
+def test_a_query_handler_without_a_directory_or_files_names_what_is_missing() -> None:
     async def main() -> None:
         query_handler = QueryHandler(hello=client_hello)
         with pytest.raises(DirectoryError, match="has just started"):
@@ -137,7 +137,7 @@ def test_a_desk_that_has_just_opened_says_so() -> None:
     asyncio.run(main())
 
 
-def test_reach_tries_the_askers_own_address_alone() -> None:
+def test_reach_connects_only_to_the_callers_own_address() -> None:
     async def main() -> None:
         async with toy_peer() as host, toy_peer() as other, calling(host) as caller:
 

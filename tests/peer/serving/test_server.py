@@ -49,7 +49,7 @@ FRONT, MIDDLE, BACK = LayerRange(0, 2), LayerRange(2, 4), LayerRange(4, LAYERS)
 PROMPT = [5, 9, 2]
 
 
-def test_greetings_tell_who_is_there() -> None:
+def test_hello_names_the_peer_and_its_model() -> None:
     async def main() -> None:
         async with toy_peer() as host, calling(host, toy_manifest().digest) as caller:
             assert caller.channel.peer_id == host.identity.peer_id
@@ -60,7 +60,7 @@ def test_greetings_tell_who_is_there() -> None:
     asyncio.run(main())
 
 
-def test_a_client_of_another_model_is_told_so() -> None:
+def test_a_client_of_another_model_is_refused() -> None:
     async def main() -> None:
         async with toy_peer() as host:
             with pytest.raises(PeerFailed, match="serves model"):
@@ -100,7 +100,7 @@ def test_three_peers_in_a_row_give_the_same_text() -> None:
             trace = (await to_c.answer(step=50)).trace
             assert [hop.peer for hop in trace] == [host.identity.peer_id for host in (a, b, c)]
             assert all(hop.sent_at >= hop.received_at for hop in trace)
-            assert to_a.heard == to_b.heard == to_c.heard == []
+            assert to_a.messages == to_b.messages == to_c.messages == []
             for caller in (to_a, to_b, to_c):
                 await caller.close_session()
             await until(lambda: a.idle and b.idle and c.idle)
@@ -148,7 +148,7 @@ def test_chunks_and_rewinds_change_nothing() -> None:
             await caller.open()
             text = toy_text(PROMPT, 6)
             known = PROMPT + text
-            for start, end, rows in ((0, 2, 0), (2, 3, 1)):  # several in flight; the first only says that it is done
+            for start, end, rows in ((0, 2, 0), (2, 3, 1)):  # both under way at once; the first asks for no logits
                 caller.send(step=start, start=start, tokens=known[start:end], rows=rows)
             assert len((await caller.answer(step=0)).ids) == 0
             assert (await caller.answer(step=2)).ids.tolist() == text[:1]
@@ -162,7 +162,7 @@ def test_chunks_and_rewinds_change_nothing() -> None:
     asyncio.run(main())
 
 
-def test_sampling_is_the_peers_and_its_penalty_knows_the_whole_history() -> None:
+def test_the_peer_samples_and_its_penalty_sees_the_whole_history() -> None:
     async def main() -> None:
         async with toy_peer() as host, calling(host) as caller:
             await caller.open()
@@ -191,7 +191,7 @@ def test_sampling_is_the_peers_and_its_penalty_knows_the_whole_history() -> None
     asyncio.run(main())
 
 
-def test_a_prompt_in_pieces_may_ask_for_log_probabilities() -> None:
+def test_a_prompt_in_chunks_may_ask_for_log_probabilities() -> None:
     async def main() -> None:
         async with toy_peer() as host, calling(host) as caller:
             await caller.open()
@@ -205,7 +205,7 @@ def test_a_prompt_in_pieces_may_ask_for_log_probabilities() -> None:
     asyncio.run(main())
 
 
-def test_an_answer_that_cannot_be_made_is_told_and_ends_its_session_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_while_making_an_answer_gets_a_failure_and_ends_only_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with toy_peer() as host, calling(host) as caller:
             await caller.open()
@@ -220,7 +220,7 @@ def test_an_answer_that_cannot_be_made_is_told_and_ends_its_session_alone(monkey
     asyncio.run(main())
 
 
-def test_only_the_opener_and_who_shows_the_secret_send_steps() -> None:
+def test_only_the_opener_and_a_connection_with_the_secret_send_steps() -> None:
     async def main() -> None:
         async with toy_peer() as host, calling(host) as owner, calling(host) as other:
             await owner.open()
@@ -240,22 +240,22 @@ def test_only_the_opener_and_who_shows_the_secret_send_steps() -> None:
             await other.attach()
             other.send(tokens=PROMPT)
             assert (await owner.answer()).ids.tolist() == toy_text(PROMPT, 1)
-            assert other.heard == []
+            assert other.messages == []
             progress = await owner.ping("session-1")
             assert (progress.received, progress.computed) == (1, 1)
 
     asyncio.run(main())
 
 
-def test_the_next_epoch_starts_over_and_what_is_late_is_dropped() -> None:
+def test_the_next_epoch_starts_over_and_late_steps_are_dropped() -> None:
     async def main() -> None:
         async with toy_peer(limits={"kv_total": 100}) as host, calling(host) as caller:
             await caller.open(max_tokens=100)
             text = await generate(caller, caller, PROMPT, 4)
             await caller.open(max_tokens=100, epoch=1)
-            caller.send(epoch=0, step=77, start=6)  # no answer ever
+            caller.send(epoch=0, step=77, start=6)  # gets no answer
             assert await generate(caller, caller, PROMPT, 4, epoch=1) == text
-            assert caller.heard == []
+            assert caller.messages == []
             with pytest.raises(BadStep, match="does not follow"):
                 await caller.open(epoch=1)
             with pytest.raises(UnknownSession, match="in epoch 1"):
@@ -275,18 +275,18 @@ def test_an_epoch_that_starts_during_a_step_discards_its_result() -> None:
             caller.send(step=2, start=3)
             await until(lambda: bool(engine.calls))
             reopening = asyncio.create_task(caller.open(epoch=1))
-            assert (await caller.ping()).time > 0  # answered at once, whatever the device does
+            assert (await caller.ping()).time > 0  # answered at once, although the device is busy
             gate.set()
             await reopening
             answer = await caller.step(epoch=1, step=3, tokens=PROMPT)
             assert answer.epoch == 1
-            assert caller.heard == []
+            assert caller.messages == []
             assert len(engine.calls) == 2
 
     asyncio.run(main())
 
 
-def test_wrong_steps_are_told_and_the_session_goes_on() -> None:
+def test_wrong_steps_get_a_failure_and_the_session_goes_on() -> None:
     async def main() -> None:
         async with toy_peer() as host, toy_peer(BACK) as back, calling(host) as caller, calling(back) as hop:
             await caller.open(max_tokens=10)
@@ -317,7 +317,7 @@ def test_wrong_steps_are_told_and_the_session_goes_on() -> None:
     asyncio.run(main())
 
 
-def test_room_is_refused_with_the_time_when_it_is_expected() -> None:
+def test_a_session_without_room_is_refused_with_the_time_when_room_is_expected() -> None:
     async def main() -> None:
         async with toy_peer(limits={"kv_total": 150}) as host, calling(host) as caller, calling(host) as other:
             await caller.open(max_tokens=100)
@@ -337,7 +337,7 @@ def test_room_is_refused_with_the_time_when_it_is_expected() -> None:
     asyncio.run(main())
 
 
-def test_a_client_that_vanishes_leaves_nothing() -> None:
+def test_a_client_that_vanishes_leaves_no_state() -> None:
     async def main() -> None:
         gate = threading.Event()
         engine = ToyEngine(LayerRange(0, LAYERS), gate=gate)
@@ -362,7 +362,7 @@ def test_a_client_that_vanishes_leaves_nothing() -> None:
     asyncio.run(main())
 
 
-def test_sessions_opened_and_left_a_hundred_times_leave_nothing() -> None:
+def test_sessions_abandoned_a_hundred_times_leave_no_state() -> None:
     async def main() -> None:
         async with toy_peer(FRONT) as a, toy_peer(LayerRange(2, LAYERS)) as b:
             for i in range(100):
@@ -380,7 +380,7 @@ def test_sessions_opened_and_left_a_hundred_times_leave_nothing() -> None:
     asyncio.run(main())
 
 
-def test_a_session_opened_and_closed_in_one_breath_leaves_nothing() -> None:
+def test_a_session_closed_while_it_is_opened_leaves_no_state() -> None:
     async def main() -> None:
         async with toy_peer() as host, calling(host) as caller:
             for _ in range(20):
@@ -394,7 +394,7 @@ def test_a_session_opened_and_closed_in_one_breath_leaves_nothing() -> None:
     asyncio.run(main())
 
 
-def test_the_loss_of_the_next_hop_is_told_with_its_name() -> None:
+def test_the_loss_of_the_next_hop_is_reported_with_its_peer_id() -> None:
     async def main() -> None:
         back = LayerRange(2, LAYERS)
         async with toy_peer(FRONT) as a, calling(a) as to_a, calling(a) as unconcerned:
@@ -417,24 +417,24 @@ def test_the_loss_of_the_next_hop_is_told_with_its_name() -> None:
     asyncio.run(main())
 
 
-def test_a_hop_that_is_slow_holds_no_more_steps_than_it_may_and_the_sender_is_told() -> None:
+def test_a_slow_hop_queues_steps_up_to_its_limit_and_refuses_the_rest() -> None:
     async def main() -> None:
         back, gate = LayerRange(2, LAYERS), threading.Event()
         slow = toy_peer(back, engine=ToyEngine(back, gate=gate), limits={"queue_steps": 8})
         async with toy_peer(FRONT) as a, slow as b, calling(a) as to_a, calling(b) as to_b:
             await asyncio.gather(to_a.open(layers=FRONT), to_b.open(layers=back))
             await to_a.link(b)
-            most = 0
-            for number in range(60):  # what comes is computed here at once and sent on, whether or not there is room
+            max_queue = 0
+            for number in range(60):  # each is computed at `a` at once and sent to `b`, full or not
                 to_a.send(step=number, start=number)
-                await until(lambda: len(a.engine.calls) > number)  # noqa: B023 - waited for here
-                most = max(most, b.service.load().queue)
-            await until(lambda: len(to_a.heard) > 0)
-            assert most <= 9
-            told = to_a.heard[0]
-            assert isinstance(told, Failure)
-            assert "8 steps of session session-1 wait already" in told.text
-            assert told.peer == b.identity.peer_id
+                await until(lambda: len(a.engine.calls) > number)  # noqa: B023 - awaited in this turn
+                max_queue = max(max_queue, b.service.load().queue)
+            await until(lambda: len(to_a.messages) > 0)
+            assert max_queue <= 9
+            failure = to_a.messages[0]
+            assert isinstance(failure, Failure)
+            assert "8 steps of session session-1 wait already" in failure.text
+            assert failure.peer == b.identity.peer_id
             gate.set()
             await to_a.close_session()
             await to_b.close_session()
@@ -443,7 +443,7 @@ def test_a_hop_that_is_slow_holds_no_more_steps_than_it_may_and_the_sender_is_to
     asyncio.run(main())
 
 
-def test_what_the_next_hop_says_about_a_session_reaches_its_opener() -> None:
+def test_a_failure_from_the_next_hop_reaches_the_opener() -> None:
     async def main() -> None:
         back = LayerRange(2, LAYERS)
         async with toy_peer(FRONT) as a, toy_peer(back) as b, calling(a) as to_a, calling(b) as to_b:
@@ -452,26 +452,26 @@ def test_what_the_next_hop_says_about_a_session_reaches_its_opener() -> None:
             await to_a.link(b)
             await to_b.close_session()
             to_a.send(tokens=PROMPT, step=6)
-            await until(lambda: bool(to_a.heard))
-            (failure,) = to_a.heard
+            await until(lambda: bool(to_a.messages))
+            (failure,) = to_a.messages
             assert isinstance(failure, Failure)
             assert (failure.code, failure.step, failure.peer) == ("unknown_session", 6, b.identity.peer_id)
 
     asyncio.run(main())
 
 
-class Loud(ToyEngine):
-    """Its hidden states are beyond what f16 holds."""
+class TooLargeForF16(ToyEngine):
+    """Its hidden states are too large for f16."""
 
     def forward(self, steps: Sequence[Step]) -> list[StepResult]:
         return [result if isinstance(result, SwarmError) else result + 1e5 for result in super().forward(steps)]
 
 
 @pytest.mark.parametrize("relayed", [True, False])
-def test_what_cannot_be_encoded_is_the_fault_of_who_encodes_it(relayed: bool) -> None:
+def test_hidden_states_that_cannot_be_encoded_are_the_fault_of_their_hop(relayed: bool) -> None:
     async def main() -> None:
         async with (
-            toy_peer(FRONT, engine=Loud(FRONT)) as a,
+            toy_peer(FRONT, engine=TooLargeForF16(FRONT)) as a,
             toy_peer(LayerRange(2, LAYERS)) as b,
             calling(a) as to_a,
             calling(b) as to_b,
@@ -486,7 +486,7 @@ def test_what_cannot_be_encoded_is_the_fault_of_who_encodes_it(relayed: bool) ->
     asyncio.run(main())
 
 
-def test_the_time_that_a_step_waited_is_measured_and_not_what_is_left_over() -> None:
+def test_the_queue_time_of_a_step_is_measured() -> None:
     async def main() -> None:
         gate = threading.Event()
         async with toy_peer(engine=ToyEngine(WHOLE, gate=gate)) as host, calling(host) as caller:
@@ -494,7 +494,7 @@ def test_the_time_that_a_step_waited_is_measured_and_not_what_is_left_over() -> 
             await caller.open("session-2")
             caller.send(step=0)
             await until(lambda: host.engine.calls != [])
-            caller.send(step=1, start=1)  # waits in its lane
+            caller.send(step=1, start=1)  # waits in its session
             caller.send("session-2")  # waits for the device
             await until(lambda: host.service.load().queue == 3)
             began = time.monotonic()
@@ -503,13 +503,13 @@ def test_the_time_that_a_step_waited_is_measured_and_not_what_is_left_over() -> 
             for session, step in (("session-1", 1), ("session-2", 0)):
                 (hop,) = (await caller.answer(session, step=step)).trace
                 assert hop.queue_s > 0.05
-                # nothing but hand-over is left: what is measured never adds up to more than the stay
+                # the rest is hand-over between threads; the measured times never exceed the whole stay
                 assert hop.queue_s + hop.compute_s <= hop.sent_at - hop.received_at
 
     asyncio.run(main())
 
 
-def test_a_sweep_that_fails_is_logged_and_the_next_one_comes(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_sweep_is_logged_and_the_next_one_runs(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         turns = asyncio.Semaphore(0)
 
@@ -520,7 +520,7 @@ def test_a_sweep_that_fails_is_logged_and_the_next_one_comes(caplog: pytest.LogC
 
         class Service:
             def start(self) -> None:
-                """Nothing runs."""
+                """Does nothing."""
 
             attach = close_session = open = link = start
 
@@ -530,7 +530,7 @@ def test_a_sweep_that_fails_is_logged_and_the_next_one_comes(caplog: pytest.LogC
                 raise KeyError("b")
 
             async def close(self) -> None:
-                """Nothing runs."""
+                """Does nothing."""
 
         server = PeerServer(
             identity=identity, hello=client_hello, query_handler=QueryHandler(hello=client_hello), sleep=sleep
@@ -542,7 +542,7 @@ def test_a_sweep_that_fails_is_logged_and_the_next_one_comes(caplog: pytest.LogC
         await server.close()
 
     asyncio.run(main())
-    assert caplog.text.count("a sweep failed") == 2
+    assert caplog.text.count("unexpected error in a sweep") == 2
 
 
 def test_a_link_needs_the_right_secret_and_the_right_peer() -> None:
@@ -567,7 +567,7 @@ def test_a_link_needs_the_right_secret_and_the_right_peer() -> None:
     asyncio.run(main())
 
 
-def test_hops_share_one_connection_onward() -> None:
+def test_sessions_share_one_connection_to_the_next_hop() -> None:
     async def main() -> None:
         back = LayerRange(2, LAYERS)
         async with toy_peer(FRONT) as a, toy_peer(back) as b, calling(a) as to_a, calling(b) as to_b:
@@ -583,7 +583,7 @@ def test_hops_share_one_connection_onward() -> None:
     asyncio.run(main())
 
 
-def test_idle_sessions_expire_and_say_so_when_asked() -> None:
+def test_idle_sessions_expire_and_are_unknown_afterwards() -> None:
     async def main() -> None:
         now = [100.0]
         async with toy_peer(limits={"idle_s": 60.0}, clock=lambda: now[0]) as host, calling(host) as caller:
@@ -598,17 +598,17 @@ def test_idle_sessions_expire_and_say_so_when_asked() -> None:
     asyncio.run(main())
 
 
-def test_a_leaving_peer_says_so_takes_nothing_new_and_waits_for_its_sessions() -> None:
+def test_a_leaving_peer_tells_its_openers_refuses_new_sessions_and_waits_for_the_open_ones() -> None:
     async def main() -> None:
-        async with toy_peer() as host, calling(host) as caller, calling(host) as stranger:
+        async with toy_peer() as host, calling(host) as caller, calling(host) as other:
             await caller.open()
             leaving = asyncio.create_task(host.server.leave(PATIENCE_S))
-            await until(lambda: bool(caller.heard))
-            assert caller.heard == [Leaving(grace_s=PATIENCE_S)]
-            assert stranger.heard == []
+            await until(lambda: bool(caller.messages))
+            assert caller.messages == [Leaving(grace_s=PATIENCE_S)]
+            assert other.messages == []
             assert host.service.load().state == "leaving"
             with pytest.raises(PeerLeaving):
-                await stranger.open("session-2")
+                await other.open("session-2")
             assert (await caller.step(tokens=PROMPT)).ids.tolist() == toy_text(PROMPT, 1)
             assert not leaving.done()
             await caller.close_session()
@@ -618,7 +618,7 @@ def test_a_leaving_peer_says_so_takes_nothing_new_and_waits_for_its_sessions() -
     asyncio.run(main())
 
 
-def test_a_server_that_closes_ends_its_connections_and_its_thread() -> None:
+def test_closing_the_server_ends_its_connections_and_its_thread() -> None:
     async def main() -> None:
         async with toy_peer() as host, calling(host) as caller:
             await caller.open()
@@ -632,7 +632,7 @@ def test_a_server_that_closes_ends_its_connections_and_its_thread() -> None:
     asyncio.run(main())
 
 
-def test_a_failing_device_ends_the_session_and_in_the_end_the_peer() -> None:
+def test_a_failing_device_ends_the_session_and_after_several_failures_the_peer() -> None:
     async def main() -> None:
         async with toy_peer() as host, calling(host) as caller:
             host.engine.broken = EngineError("out of memory")
@@ -649,15 +649,15 @@ def test_a_failing_device_ends_the_session_and_in_the_end_the_peer() -> None:
     asyncio.run(main())
 
 
-def test_steps_that_break_only_their_session_do_not_make_the_peer_give_up() -> None:
+def test_steps_that_break_only_their_session_do_not_end_the_peer() -> None:
     async def main() -> None:
-        class Poisoned(ToyEngine):
+        class FailsOnToken13(ToyEngine):
             def _step(self, step: Step) -> NDArray[np.float32]:
                 if step.tokens[0] == 13:
                     raise EngineError("numbers that are not finite came out")
                 return super()._step(step)
 
-        async with toy_peer(engine=Poisoned(LayerRange(0, LAYERS))) as host, calling(host) as caller:
+        async with toy_peer(engine=FailsOnToken13(LayerRange(0, LAYERS))) as host, calling(host) as caller:
             for i in range(7):
                 await caller.open(f"session-{i}")
                 with pytest.raises(PeerFailed):
@@ -718,15 +718,15 @@ def test_a_part_of_the_span_is_refused_with_the_reason() -> None:
     asyncio.run(main())
 
 
-def test_a_client_that_does_not_read_is_not_read_from_and_others_never_notice() -> None:
+def test_the_peer_does_not_read_from_a_client_that_does_not_read_and_others_go_on() -> None:
     async def main() -> None:
-        async with toy_peer() as host, calling(host) as lazy, calling(host) as brisk:
-            await brisk.open("session-2")
-            lazy_stream = lazy.channel._stream
-            assert lazy_stream._transport is not None
-            lazy_stream._transport.pause_reading()
-            await asyncio.wait_for(_flood(lazy), PATIENCE_S)
-            assert await generate(brisk, brisk, PROMPT, 8, "session-2") == toy_text(PROMPT, 8)
+        async with toy_peer() as host, calling(host) as not_reading, calling(host) as other:
+            await other.open("session-2")
+            stream = not_reading.channel._stream
+            assert stream._transport is not None
+            stream._transport.pause_reading()
+            await asyncio.wait_for(_flood(not_reading), PATIENCE_S)
+            assert await generate(other, other, PROMPT, 8, "session-2") == toy_text(PROMPT, 8)
 
     async def _flood(caller: Caller) -> None:
         for _ in range(2000):

@@ -1,4 +1,4 @@
-"""A session's steps between its messages and the device, without a network."""
+"""A session's steps between their messages and the device, without a network."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ NAME = "session-1"
 
 @dataclass(eq=False)
 class SessionOpener:
-    """Keeps what it is sent, and what stood in `noted` by then."""
+    """Records what it is sent, each message with the `events` that were before it."""
 
-    noted: list[str] = field(default_factory=list)
-    got: list[tuple[Message, list[str], bool]] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    sent: list[tuple[Message, list[str], bool]] = field(default_factory=list)
 
     def send(self, message: Message, *, at_once: bool = False) -> float:
-        self.got.append((message, list(self.noted), at_once))
+        self.sent.append((message, list(self.events), at_once))
         return 0.0
 
     def try_send(self, message: Message) -> None:
         self.send(message)
 
     async def drain(self) -> None:
-        """It takes everything."""
+        """It is never full."""
 
     def abort(self, error: SwarmError) -> None:
         raise error
 
 
 @dataclass
-class Street:
+class ExecutorSetup:
     executor: SessionExecutor
     table: SessionTable
     worker: Worker
@@ -58,79 +58,79 @@ class Street:
 
     def forward(self, step: int, start: int) -> None:
         tokens = np.array([1 + start], np.int32)
-        self.table.accept(self.opener, Forward(session=NAME, epoch=0, step=step, start=start, rows=1, tokens=tokens))
+        self.table.enqueue(self.opener, Forward(session=NAME, epoch=0, step=step, start=start, rows=1, tokens=tokens))
         self.executor.wake()
 
 
 @asynccontextmanager
-async def street() -> AsyncIterator[Street]:
-    """A lane at rest over a whole toy model; the device computes once `gate` is set."""
+async def idle_executor() -> AsyncIterator[ExecutorSetup]:
+    """An idle executor over a whole toy model; the device computes once `gate` is set."""
     whole = LayerRange(0, LAYERS)
     gate, opener = threading.Event(), SessionOpener()
     engine, worker = ToyEngine(whole, gate=gate), Worker(SerialScheduler(1))
     table = SessionTable(SessionLimits(kv_total=100), context_length=CONTEXT, clock=time.monotonic)
     worker.start()
     engine.open(NAME, 50)
-    ask = OpenSession(request=1, session=NAME, epoch=0, secret=bytes(16), first=0, last=LAYERS, max_tokens=50)
+    opening = OpenSession(request=1, session=NAME, epoch=0, secret=bytes(16), first=0, last=LAYERS, max_tokens=50)
     executor = SessionExecutor(
-        table.admit(opener, ask),
+        table.admit(opener, opening),
         opener=opener,
         engine=engine,
-        key=NAME,
+        engine_key=NAME,
         is_last=True,
         peer_id="me",
         table=table,
         worker=worker,
-        broken=lambda session: opener.noted.append("broken"),
-        computed=lambda session, step, outcome: opener.noted.append("computed"),
+        on_broken=lambda session: opener.events.append("broken"),
+        on_computed=lambda session, step, outcome: opener.events.append("computed"),
     )
     executor.start()
-    await asyncio.sleep(0)  # it has come to rest
+    await asyncio.sleep(0)  # its task runs until it is idle
     try:
-        yield Street(executor, table, worker, engine, opener, gate)
+        yield ExecutorSetup(executor, table, worker, engine, opener, gate)
     finally:
         gate.set()
         executor.stop()
         await worker.close()
 
 
-def test_a_step_is_on_its_way_to_the_device_when_its_message_has_been_read() -> None:
+def test_an_idle_executor_submits_a_step_as_soon_as_its_message_is_read() -> None:
     async def main() -> None:
-        async with street() as on:
-            on.forward(step=0, start=0)
-            assert on.worker.waiting == 1
-            on.forward(step=1, start=1)  # behind it
-            assert on.worker.waiting == 1
-            on.gate.set()
-            await until(lambda: len(on.opener.got) == 2)
-            assert on.engine.calls == [1, 1]
+        async with idle_executor() as setup:
+            setup.forward(step=0, start=0)
+            assert setup.worker.waiting == 1
+            setup.forward(step=1, start=1)  # waits in the session
+            assert setup.worker.waiting == 1
+            setup.gate.set()
+            await until(lambda: len(setup.opener.sent) == 2)
+            assert setup.engine.calls == [1, 1]
 
     asyncio.run(main())
 
 
-def test_what_it_gave_leaves_before_it_is_noted() -> None:
+def test_a_result_is_sent_before_the_step_is_recorded() -> None:
     async def main() -> None:
-        async with street() as on:
-            on.gate.set()
-            on.forward(step=0, start=0)
-            await until(lambda: bool(on.opener.noted))
-            ((message, noted, at_once),) = on.opener.got
+        async with idle_executor() as setup:
+            setup.gate.set()
+            setup.forward(step=0, start=0)
+            await until(lambda: bool(setup.opener.events))
+            ((message, events, at_once),) = setup.opener.sent
             assert isinstance(message, Output)
-            assert noted == []
-            assert at_once  # it was alone
+            assert events == []
+            assert at_once  # no other step was in its round
 
     asyncio.run(main())
 
 
-def test_a_wrong_step_is_told_and_the_next_one_runs() -> None:
+def test_a_wrong_step_gets_a_failure_and_the_next_one_runs() -> None:
     async def main() -> None:
-        async with street() as on:
-            on.gate.set()
-            on.forward(step=0, start=7)
-            await until(lambda: len(on.opener.got) == 1)
-            on.forward(step=1, start=0)
-            await until(lambda: len(on.opener.got) == 2)
-            failure, output = (message for message, _, _ in on.opener.got)
+        async with idle_executor() as setup:
+            setup.gate.set()
+            setup.forward(step=0, start=7)
+            await until(lambda: len(setup.opener.sent) == 1)
+            setup.forward(step=1, start=0)
+            await until(lambda: len(setup.opener.sent) == 2)
+            failure, output = (message for message, _, _ in setup.opener.sent)
             assert isinstance(failure, Failure)
             assert "position 7" in failure.text
             assert isinstance(output, Output)
@@ -138,45 +138,45 @@ def test_a_wrong_step_is_told_and_the_next_one_runs() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("at_rest", [True, False])
-def test_a_step_that_fails_on_its_way_to_the_device_is_told(at_rest: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug of the peer: whether the message or the lane's task sends it there, nobody waits for ever."""
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_step_that_cannot_be_submitted_gets_a_failure(idle: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Because of a bug. It may be submitted by `wake` or by the executor's task."""
 
-    def bug(*given: object, **settings: object) -> None:
-        raise RuntimeError("nobody foresaw this")
+    def bug(*arguments: object, **settings: object) -> None:
+        raise RuntimeError("an unforeseen error")
 
     async def main() -> None:
-        async with street() as on:
-            if not at_rest:
-                on.forward(step=0, start=0)
-            monkeypatch.setattr(on.worker, "submit", bug)
-            on.forward(step=1, start=0 if at_rest else 1)
-            on.gate.set()
-            await until(lambda: "broken" in on.opener.noted)
-            failure = on.opener.got[-1][0]
+        async with idle_executor() as setup:
+            if not idle:
+                setup.forward(step=0, start=0)
+            monkeypatch.setattr(setup.worker, "submit", bug)
+            setup.forward(step=1, start=0 if idle else 1)
+            setup.gate.set()
+            await until(lambda: "broken" in setup.opener.events)
+            failure = setup.opener.sent[-1][0]
             assert isinstance(failure, Failure)
-            assert "nobody foresaw this" in failure.text
+            assert "an unforeseen error" in failure.text
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("start", [0, 7])
 @pytest.mark.parametrize("turns", [0, 1, 3])
-def test_a_lane_that_is_stopped_leaves_nothing_running(turns: int, start: int) -> None:
-    """Before the lane's task went on, or while it waits for the device; a wrong step too, which may have been told."""
+def test_a_stopped_executor_leaves_nothing_running(turns: int, start: int) -> None:
+    """Before its task went on, or while it waits for the device. A wrong step may have got its Failure by then."""
 
     async def main() -> None:
-        async with street() as on:
-            on.forward(step=0, start=start)
+        async with idle_executor() as setup:
+            setup.forward(step=0, start=start)
             for _ in range(turns):
                 await asyncio.sleep(0)
-            on.executor.stop()
+            setup.executor.stop()
             await asyncio.sleep(0)
-            on.gate.set()
-            await until(lambda: on.worker.waiting == 0)
-            told = [message for message, _, _ in on.opener.got]
-            assert all(isinstance(message, Failure) for message in told)
-            assert start or told == []
-            assert not on.table.find(NAME, opener=on.opener).running
+            setup.gate.set()
+            await until(lambda: setup.worker.waiting == 0)
+            sent_messages = [message for message, _, _ in setup.opener.sent]
+            assert all(isinstance(message, Failure) for message in sent_messages)
+            assert start or sent_messages == []
+            assert not setup.table.find(NAME, opener=setup.opener).running
 
     asyncio.run(main())

@@ -29,7 +29,7 @@ def make_table(clock: Clock | None = None, **limits: Any) -> SessionTable:
     return SessionTable(SessionLimits(**{"kv_total": 100, **limits}), context_length=CONTEXT, clock=clock or Clock())
 
 
-def ask(session: str = "session-1", *, epoch: int = 0, max_tokens: int = 10, secret: bytes = SECRET) -> OpenSession:
+def opening(session: str = "session-1", *, epoch: int = 0, max_tokens: int = 10, secret: bytes = SECRET) -> OpenSession:
     return OpenSession(request=1, session=session, epoch=epoch, secret=secret, first=0, last=3, max_tokens=max_tokens)
 
 
@@ -43,7 +43,7 @@ def attach(session: str = "session-1", *, epoch: int = 0, secret: bytes = SECRET
 
 def test_a_reservation_is_counted_and_given_back_once() -> None:
     table = make_table()
-    session = table.admit("a", ask(max_tokens=60))
+    session = table.admit("a", opening(max_tokens=60))
     assert (len(table), table.kv_free) == (1, 40)
     assert table.close("a", "session-1") is session
     assert table.close("a", "session-1") is None
@@ -51,259 +51,261 @@ def test_a_reservation_is_counted_and_given_back_once() -> None:
     assert (len(table), table.kv_free) == (0, 100)
 
 
-def test_a_refusal_says_when_room_is_expected() -> None:
+def test_a_refusal_names_the_time_when_room_is_expected() -> None:
     clock = Clock()
     table = make_table(clock, idle_s=20.0)
-    table.admit("a", ask(max_tokens=90))
+    table.admit("a", opening(max_tokens=90))
     clock.now += 5
     with pytest.raises(PeerBusy, match="20 tokens of KV cache were asked for and 10 are free") as refused:
-        table.admit("b", ask("session-2", max_tokens=20))
+        table.admit("b", opening("session-2", max_tokens=20))
     assert refused.value.retry_after == 15.0
     assert refused.value.retryable
     assert len(table) == 1
 
 
-def test_where_caches_can_be_taken_back_a_session_counts_with_what_sessions_took_lately() -> None:
+def test_sessions_that_can_be_evicted_reserve_the_share_that_sessions_used_lately() -> None:
     table = make_table(kv_total=100, reserves=False)
     for number in range(2):
-        table.admit("a", ask(f"session-{number}", max_tokens=100))  # half of what it asks for, each
+        table.admit("a", opening(f"session-{number}", max_tokens=100))  # each reserves half of what it asks for
     assert table.kv_free == 0
     with pytest.raises(PeerBusy):
-        table.admit("a", ask("session-2", max_tokens=100))
+        table.admit("a", opening("session-2", max_tokens=100))
     session = table.find("session-0")
-    for step in range(20):  # sessions that end as short as they began
+    for step in range(20):  # sessions that end without a token
         table.close("a", f"session-{step}")
-        table.admit("a", ask(f"session-{step + 2}", max_tokens=100))
+        table.admit("a", opening(f"session-{step + 2}", max_tokens=100))
     assert table.kv_free > 0
     session = table.find("session-21")
     session.length = 90
     assert table.kv_free == 0
     with pytest.raises(ContextExceeded):
-        table.admit("a", ask("too-long-", max_tokens=101))
+        table.admit("a", opening("too-long-", max_tokens=101))
 
 
-def test_who_pauses_keeps_nobody_out_and_comes_back_in_all_the_same() -> None:
+def test_a_paused_session_keeps_no_other_out_and_may_start_its_next_epoch() -> None:
     clock = Clock()
     table = make_table(clock, kv_total=100, reserves=False)
-    paused = [table.admit("a", ask(f"paused-{number}", max_tokens=100)) for number in range(2)]
+    paused = [table.admit("a", opening(f"paused-{number}", max_tokens=100)) for number in range(2)]
     with pytest.raises(PeerBusy) as refused:
-        table.admit("b", ask("session-1", max_tokens=100))
+        table.admit("b", opening("session-1", max_tokens=100))
     assert refused.value.retry_after == 30.0
     clock.now += 29
-    table.accept("a", forward("paused-1"))  # this one goes on
+    table.enqueue("a", forward("paused-1"))  # this one goes on
     clock.now += 1
-    table.admit("b", ask("session-1", max_tokens=100))
+    table.admit("b", opening("session-1", max_tokens=100))
     assert table.kv_free == 0
     assert paused[0] in table
     for session in paused:
-        assert table.admit("a", ask(session.name, epoch=1, max_tokens=100)) in table
+        assert table.admit("a", opening(session.name, epoch=1, max_tokens=100)) in table
     never = make_table(clock)
-    never.admit("a", ask(max_tokens=100))
+    never.admit("a", opening(max_tokens=100))
     clock.now += 200
     assert never.kv_free == 0
 
 
 @pytest.mark.parametrize("share", [0.0, 1e-300, 0.1, 0.33, 0.5, 0.7, 0.9, None])
-def test_the_longest_session_that_is_announced_is_let_in_and_none_much_longer(share: float | None) -> None:
+def test_the_announced_maximum_is_admitted_and_nothing_much_longer(share: float | None) -> None:
     def at_share() -> SessionTable:
         if share is not None:
-            table._share_taken = share
+            table._used_share = share
         return table
 
     table = make_table(kv_total=100, reserves=share is None)
     for number in range(101):
-        longest = at_share().longest
-        assert longest >= table.kv_free
-        if longest <= 90:
+        max_admissible = at_share().max_admissible
+        assert max_admissible >= table.kv_free
+        if max_admissible <= 90:
             with pytest.raises(PeerBusy):
-                table.admit("a", ask("too-long", max_tokens=longest + 10))
-        if not longest:
+                table.admit("a", opening("too-long", max_tokens=max_admissible + 10))
+        if not max_admissible:
             break
-        table.close("a", table.admit("a", ask("probing-", max_tokens=longest)).name)
-        at_share().admit("a", ask(f"session-{number}", max_tokens=min(longest, 17)))
-    assert table.longest == table.kv_free == 0
+        table.close("a", table.admit("a", opening("probing-", max_tokens=max_admissible)).name)
+        at_share().admit("a", opening(f"session-{number}", max_tokens=min(max_admissible, 17)))
+    assert table.max_admissible == table.kv_free == 0
 
 
-def test_what_never_fits_is_no_matter_of_waiting() -> None:
+def test_a_session_that_never_fits_is_not_told_to_retry() -> None:
     with pytest.raises(ContextExceeded, match="101 tokens are more than the 100"):
-        make_table(kv_total=500).admit("a", ask(max_tokens=101))
+        make_table(kv_total=500).admit("a", opening(max_tokens=101))
     with pytest.raises(ContextExceeded, match="51 tokens are more than the 50"):
-        make_table(kv_total=50).admit("a", ask(max_tokens=51))
+        make_table(kv_total=50).admit("a", opening(max_tokens=51))
     with pytest.raises(BadStep, match="asks for 0 tokens"):
-        make_table().admit("a", ask(max_tokens=0))
+        make_table().admit("a", opening(max_tokens=0))
 
 
 def test_sessions_are_limited_in_total_and_for_each_connection() -> None:
     table = make_table(sessions=3, per_connection=2)
-    table.admit("a", ask("session-1"))
-    table.admit("a", ask("session-2"))
+    table.admit("a", opening("session-1"))
+    table.admit("a", opening("session-2"))
     with pytest.raises(PeerBusy, match="this connection has its 2 sessions open"):
-        table.admit("a", ask("session-3"))
-    table.admit("b", ask("session-3"))
+        table.admit("a", opening("session-3"))
+    table.admit("b", opening("session-3"))
     with pytest.raises(PeerBusy, match="all 3 sessions"):
-        table.admit("c", ask("session-4"))
+        table.admit("c", opening("session-4"))
 
 
 def test_the_next_epoch_forgets_the_cache_and_keeps_the_reservation() -> None:
     table = make_table(sessions=1, kv_total=60)
-    first = table.admit("a", ask(max_tokens=40))
+    first = table.admit("a", opening(max_tokens=40))
     table.attach("hop", attach())
-    table.accept("a", forward(n=3))
-    assert table.take(first) is not None
+    table.enqueue("a", forward(n=3))
+    assert table.start_next(first) is not None
     table.finish(first, length=3)
-    table.accept("a", forward(start=3))
-    second = table.admit("a", ask(epoch=1, max_tokens=40))
+    table.enqueue("a", forward(start=3))
+    second = table.admit("a", opening(epoch=1, max_tokens=40))
     assert (second.length, second.received, second.computed, second.attached) == (0, 0, 0, None)
-    assert (len(table), table.kv_free, table.waiting, table.waiting_bytes) == (1, 20, 0, 0)
+    assert (len(table), table.kv_free, table.steps, table.queued_bytes) == (1, 20, 0, 0)
     assert first not in table
     assert second in table
-    assert table.take(first) is None
+    assert table.start_next(first) is None
 
 
 def test_an_epoch_may_change_the_reservation_within_the_budget() -> None:
     table = make_table()
-    table.admit("a", ask(max_tokens=40))
-    table.admit("b", ask("session-2", max_tokens=40))
+    table.admit("a", opening(max_tokens=40))
+    table.admit("b", opening("session-2", max_tokens=40))
     with pytest.raises(PeerBusy):
-        table.admit("a", ask(epoch=1, max_tokens=61))
+        table.admit("a", opening(epoch=1, max_tokens=61))
     assert table.find("session-1").epoch == 0
-    table.admit("a", ask(epoch=1, max_tokens=60))
+    table.admit("a", opening(epoch=1, max_tokens=60))
     assert table.kv_free == 0
 
 
 def test_an_epoch_that_does_not_follow_is_refused() -> None:
     table = make_table()
-    table.admit("a", ask(epoch=3))
+    table.admit("a", opening(epoch=3))
     for epoch in (2, 3):
         with pytest.raises(BadStep, match=f"is in epoch 3; epoch {epoch} does not follow"):
-            table.admit("a", ask(epoch=epoch))
+            table.admit("a", opening(epoch=epoch))
 
 
-def test_nobody_else_opens_closes_or_steps_a_session() -> None:
+def test_no_other_connection_opens_closes_or_steps_a_session() -> None:
     table = make_table()
-    session = table.admit("a", ask())
+    session = table.admit("a", opening())
     with pytest.raises(PeerBusy, match="open on another connection"):
-        table.admit("b", ask(epoch=1))
+        table.admit("b", opening(epoch=1))
     assert table.close("b", "session-1") is None
     with pytest.raises(UnknownSession):
-        table.accept("b", forward())
+        table.enqueue("b", forward())
     with pytest.raises(UnknownSession):
         table.find("session-1", opener="b")
     assert session in table
 
 
-def test_the_secret_lets_another_connection_bring_steps() -> None:
+def test_the_secret_lets_another_connection_send_steps() -> None:
     table = make_table()
-    session = table.admit("a", ask())
+    session = table.admit("a", opening())
     for wrong in (attach(secret=b"x" * 16), attach(secret=b""), attach("session-9"), attach(epoch=1)):
         with pytest.raises(UnknownSession):
             table.attach("hop", wrong)
     table.attach("hop", attach())
-    assert table.accept("hop", forward()) is session
+    assert table.enqueue("hop", forward()) is session
     table.attach("other hop", attach())
     with pytest.raises(UnknownSession):
-        table.accept("hop", forward())
+        table.enqueue("hop", forward())
 
 
-def test_a_guess_at_a_session_that_is_not_there_never_succeeds() -> None:
+def test_no_secret_attaches_to_an_unknown_session() -> None:
     with pytest.raises(UnknownSession):
         make_table().attach("hop", attach(secret=bytes(16)))
 
 
 def test_steps_of_an_earlier_epoch_are_dropped_and_of_a_later_one_refused() -> None:
     table = make_table()
-    table.admit("a", ask(epoch=1))
-    assert table.accept("a", forward(epoch=0)) is None
-    assert table.waiting == 0
+    table.admit("a", opening(epoch=1))
+    assert table.enqueue("a", forward(epoch=0)) is None
+    assert table.steps == 0
     with pytest.raises(UnknownSession, match="is in epoch 1 here, not in 2"):
-        table.accept("a", forward(epoch=2))
+        table.enqueue("a", forward(epoch=2))
 
 
 def test_too_many_steps_ahead_are_refused_and_the_rest_goes_on() -> None:
     table = make_table(queue_steps=2)
-    session = table.admit("a", ask())
-    table.accept("a", forward(step=0, start=0))
-    table.accept("a", forward(step=1, start=1))
+    session = table.admit("a", opening())
+    table.enqueue("a", forward(step=0, start=0))
+    table.enqueue("a", forward(step=1, start=1))
     with pytest.raises(BadStep, match="2 steps of session session-1 wait already"):
-        table.accept("a", forward(step=2, start=2))
-    taken = table.take(session)
+        table.enqueue("a", forward(step=2, start=2))
+    taken = table.start_next(session)
     assert taken is not None
     assert taken.forward.step == 0
-    table.accept("a", forward(step=2, start=2))
+    table.enqueue("a", forward(step=2, start=2))
 
 
 def test_waiting_bytes_are_bounded_for_each_session_and_for_all() -> None:
     table = make_table(queue_bytes=40, all_queue_bytes=60)
-    table.admit("a", ask())
-    table.admit("a", ask("session-2"))
-    table.accept("a", forward(n=20))  # one step always fits
+    table.admit("a", opening())
+    table.admit("a", opening("session-2"))
+    table.enqueue("a", forward(n=20))  # one step always fits
     with pytest.raises(BadStep):
-        table.accept("a", forward(start=20, n=1))
+        table.enqueue("a", forward(start=20, n=1))
     with pytest.raises(PeerBusy, match="too many steps wait"):
-        table.accept("a", forward("session-2"))
+        table.enqueue("a", forward("session-2"))
 
 
 def test_steps_come_in_order_and_are_counted() -> None:
     table = make_table()
-    session = table.admit("a", ask())
+    session = table.admit("a", opening())
     for step in range(3):
-        table.accept("a", forward(step=step, start=step))
-    assert (session.received, session.computed, table.waiting) == (3, 0, 3)
+        table.enqueue("a", forward(step=step, start=step))
+    assert (session.received, session.computed, table.steps) == (3, 0, 3)
     for step in range(3):
-        arrival = table.take(session)
+        arrival = table.start_next(session)
         assert arrival is not None
         assert arrival.forward.step == step
         table.finish(session, length=step)
-    assert table.take(session) is None
-    assert (session.received, session.computed, table.waiting) == (3, 3, 0)
+    assert table.start_next(session) is None
+    assert (session.received, session.computed, table.steps) == (3, 3, 0)
 
 
 def starts_that_wait(session: Session) -> list[int]:
-    return [arrival.forward.start for arrival in session.waiting]
+    return [arrival.forward.start for arrival in session.queue]
 
 
 def test_a_step_makes_void_what_waits_from_its_start_on() -> None:
     table = make_table()
-    session = table.admit("a", ask())
+    session = table.admit("a", opening())
     for step, start in enumerate((0, 2, 4, 6)):
-        table.accept("a", forward(step=step, start=start, n=2))
-    running = table.take(session)
+        table.enqueue("a", forward(step=step, start=start, n=2))
+    running = table.start_next(session)
     assert running is not None
-    table.accept("a", forward(step=4, start=4))
+    table.enqueue("a", forward(step=4, start=4))
     assert starts_that_wait(session) == [2, 4]
-    assert (session.received, session.computed, table.waiting) == (5, 2, 3)
-    assert table.waiting_bytes == sum(arrival.nbytes for arrival in session.waiting)
+    assert (session.received, session.computed, table.steps) == (5, 2, 3)
+    assert table.queued_bytes == sum(arrival.nbytes for arrival in session.queue)
     assert not table.is_void(session, running.forward)
-    table.accept("a", forward(step=5, start=0))
+    table.enqueue("a", forward(step=5, start=0))
     assert starts_that_wait(session) == [0]
-    assert table.is_void(session, running.forward)  # nobody needs what it gave
+    assert table.is_void(session, running.forward)  # no client waits for its result
 
 
 def test_the_steps_of_an_earlier_epoch_make_nothing_void() -> None:
     table = make_table()
-    session = table.admit("a", ask(epoch=1))
-    table.accept("a", forward(epoch=1, start=0))
-    table.accept("a", forward(epoch=0, start=0))
+    session = table.admit("a", opening(epoch=1))
+    table.enqueue("a", forward(epoch=1, start=0))
+    table.enqueue("a", forward(epoch=0, start=0))
     assert starts_that_wait(session) == [0]
 
 
 def test_the_history_follows_a_rewind() -> None:
     table = make_table()
-    session = table.admit("a", ask())
+    session = table.admit("a", opening())
     first = Forward(session="session-1", epoch=0, step=0, start=0, rows=0, tokens=np.arange(5, dtype=np.int32))
     again = Forward(session="session-1", epoch=0, step=1, start=2, rows=0, tokens=np.array([9, 8], np.int32))
-    assert session.remember(first).tolist() == [0, 1, 2, 3, 4]
-    assert session.remember(again).tolist() == [0, 1, 9, 8]
+    session.write_history(first)
+    assert session.history[:5].tolist() == [0, 1, 2, 3, 4]
+    session.write_history(again)
+    assert session.history[:4].tolist() == [0, 1, 9, 8]
 
 
 def test_idle_sessions_expire_and_busy_ones_do_not() -> None:
     clock = Clock()
     table = make_table(clock, idle_s=10.0)
-    idle = table.admit("a", ask("session-1"))
-    busy = table.admit("a", ask("session-2"))
+    idle = table.admit("a", opening("session-1"))
+    busy = table.admit("a", opening("session-2"))
     clock.now += 5
-    table.accept("a", forward("session-2"))
-    assert table.take(busy) is not None
+    table.enqueue("a", forward("session-2"))
+    assert table.start_next(busy) is not None
     clock.now += 50
     assert table.expire() == [idle]
     table.finish(busy, length=1)
@@ -314,18 +316,18 @@ def test_idle_sessions_expire_and_busy_ones_do_not() -> None:
     assert table.kv_free == table.kv_total
 
 
-def test_the_loss_of_the_opener_ends_its_sessions_and_that_of_a_hop_only_its_attachment() -> None:
+def test_the_end_of_the_opener_drops_its_sessions_and_that_of_a_hop_only_its_attachment() -> None:
     table = make_table()
-    mine = table.admit("a", ask("session-1"))
-    other = table.admit("b", ask("session-2"))
+    mine = table.admit("a", opening("session-1"))
+    other = table.admit("b", opening("session-2"))
     table.attach("a", attach("session-2"))
-    assert table.lose("a") == [mine]
+    assert table.drop_connection("a") == [mine]
     assert other.attached is None
-    assert table.lose("a") == []
+    assert table.drop_connection("a") == []
     assert table.sessions() == [other]
 
 
-def test_senseless_limits_are_named() -> None:
+def test_limits_out_of_range_are_named() -> None:
     with pytest.raises(ConfigError, match="queue_steps is 0"):
         SessionLimits(kv_total=1, queue_steps=0)
     with pytest.raises(ConfigError, match="kv_total is -1"):
@@ -337,7 +339,7 @@ CONNECTIONS = ["a", "b", "c"]
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Whatever happens in whatever order: never over budget, and everything comes back."""
+    """Random events in random order: the limits hold, and everything is given back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -356,7 +358,7 @@ class TableMachine(RuleBasedStateMachine):
     def open(self, connection: str, name: str, epoch: int, tokens: int) -> None:
         free, known = self.table.kv_free, {s.name: s for s in self.table.sessions()}
         try:
-            session = self.table.admit(connection, ask(name, epoch=epoch, max_tokens=tokens))
+            session = self.table.admit(connection, opening(name, epoch=epoch, max_tokens=tokens))
         except (PeerBusy, ContextExceeded, BadStep) as error:
             assert self.table.kv_free == free
             assert {s.name: s for s in self.table.sessions()} == known
@@ -372,8 +374,8 @@ class TableMachine(RuleBasedStateMachine):
         assert self.table.close(connection, name) is None
 
     @rule(connection=st.sampled_from(CONNECTIONS))
-    def lose(self, connection: str) -> None:
-        self.table.lose(connection)
+    def drop_connection(self, connection: str) -> None:
+        self.table.drop_connection(connection)
         assert connection not in self.table.openers()
         assert all(session.attached != connection for session in self.table.sessions())
 
@@ -393,16 +395,16 @@ class TableMachine(RuleBasedStateMachine):
     )
     def step(self, connection: str, name: str, epoch: int, start: int, n: int) -> None:
         try:
-            session = self.table.accept(connection, forward(name, epoch=epoch, start=start, n=n))
+            session = self.table.enqueue(connection, forward(name, epoch=epoch, start=start, n=n))
         except (UnknownSession, BadStep, PeerBusy):
             return
         assert session is None or connection in (session.opener, session.attached)
 
     @rule(data=st.data())
     @precondition(lambda self: len(self.table) > 0)
-    def take(self, data: st.DataObject) -> None:
+    def start_next(self, data: st.DataObject) -> None:
         session = data.draw(st.sampled_from(self.table.sessions()))
-        if not session.running and self.table.take(session) is not None:
+        if not session.running and self.table.start_next(session) is not None:
             self.running.append(session)
 
     @rule()
@@ -422,16 +424,16 @@ class TableMachine(RuleBasedStateMachine):
         assert self.table.kv_free == self.table.kv_total - sum(s.max_tokens for s in sessions) >= 0
         assert len(sessions) <= 3
         assert all(sum(s.opener == c for s in sessions) <= 2 for c in CONNECTIONS)
-        assert self.table.waiting_bytes == sum(a.nbytes for s in sessions for a in s.waiting) <= 100
-        assert all(0 <= s.computed + len(s.waiting) + s.running == s.received for s in sessions)
+        assert self.table.queued_bytes == sum(a.nbytes for s in sessions for a in s.queue) <= 100
+        assert all(0 <= s.computed + len(s.queue) + s.running == s.received for s in sessions)
         waiting = [starts_that_wait(session) for session in sessions]
         assert all(starts == sorted(set(starts)) for starts in waiting)
 
     def teardown(self) -> None:
         for connection in CONNECTIONS:
-            self.table.lose(connection)
+            self.table.drop_connection(connection)
         assert (len(self.table), self.table.kv_free) == (0, self.table.kv_total)
-        assert (self.table.waiting, self.table.waiting_bytes) == (0, 0)
+        assert (self.table.steps, self.table.queued_bytes) == (0, 0)
 
 
 TestTable = TableMachine.TestCase

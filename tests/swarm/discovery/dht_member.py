@@ -1,6 +1,6 @@
 """A DHT node in a process of its own, for tests: `python -m tests.swarm.discovery.dht_member [CLOCK_OFFSET]`.
 
-Prints its daemon's pid and its addresses on one line and runs until it is killed.
+Prints the pid of its daemon and its addresses on one line, and runs until it is killed.
 """
 
 from __future__ import annotations

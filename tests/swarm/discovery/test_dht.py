@@ -1,4 +1,4 @@
-"""Real daemons, real nodes: few tests, each on a condition rather than on time."""
+"""The DHT with real daemons and nodes. Each test waits for conditions, not for times."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from swarm.discovery import dht
 from swarm.discovery.dht import HivemindDirectory, import_hivemind
 from swarm.discovery.dht_node import NoticeStore, NoticeValidator, pack
 from swarm.discovery.directory import MAX_TTL_S, Notice
-from swarm.discovery.p2p_daemon import Daemon, generate_key, split_multiaddress, sweep
+from swarm.discovery.p2p_daemon import Daemon, generate_key, remove_stale_folders, split_multiaddress
 from swarm.errors import AddressError, DirectoryError
 from swarm.transport.identity import Identity
 from tests.harness import ROOT, wait_until
 
 TOPIC = "models"
-LIMIT_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def run(test: Awaitable[object]) -> None:
@@ -41,11 +41,11 @@ def run(test: Awaitable[object]) -> None:
     asyncio.run(bounded())
 
 
-async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
+async def wait_for(condition: Callable[[], Awaitable[bool]], what: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
     while not await condition():
         if time.monotonic() > deadline:
-            pytest.fail(f"after {LIMIT_S:.0f} s still not: {what}")
+            pytest.fail(f"not within {TIMEOUT_S:.0f} s: {what}")
         await asyncio.sleep(0.05)
 
 
@@ -76,7 +76,7 @@ async def bodies(directory: HivemindDirectory, topic: str = TOPIC) -> set[bytes]
     return {found.body for found in await directory.collect(topic)}
 
 
-def test_a_notice_hung_up_on_one_node_is_seen_on_the_other_and_refreshed() -> None:
+def test_a_notice_published_on_one_node_is_found_and_refreshed_on_the_other() -> None:
     async def test() -> None:
         async with two_nodes() as (first, second):
             one, two = Identity.generate(), Identity.generate()
@@ -91,19 +91,19 @@ def test_a_notice_hung_up_on_one_node_is_seen_on_the_other_and_refreshed() -> No
 
 
 @contextlib.asynccontextmanager
-async def attacker_beside(victim: HivemindDirectory) -> AsyncIterator[tuple[Any, Any]]:
-    """hivemind's own node without our validator, joined to `victim`; and the victim's libp2p id."""
+async def joined_attacker(victim: HivemindDirectory) -> AsyncIterator[tuple[Any, Any]]:
+    """A hivemind node without `NoticeValidator`, joined to `victim`; and the victim's libp2p id."""
     hive = import_hivemind()
     daemon = await Daemon.start(key=generate_key(), listen=["/ip4/127.0.0.1/tcp/0"])
     p2p = await hive.P2P.replicate(hive.Multiaddr(daemon.control))
     try:
         node = await hive.DHTNode.create(p2p=p2p)
-        place, name = split_multiaddress(victim.addresses[0])
-        peer = hive.PeerID.from_base58(name)
+        address, libp2p_id = split_multiaddress(victim.addresses[0])
+        peer = hive.PeerID.from_base58(libp2p_id)
         control = await hive.Control.create(
             hive.Connector(control_maddr=hive.Multiaddr(daemon.control)), use_persistent_conn=False
         )
-        await control.connect(peer, [hive.Multiaddr(place)])
+        await control.connect(peer, [hive.Multiaddr(address)])
         assert await node.protocol.call_ping(peer) is not None
         yield node, peer
     finally:
@@ -111,11 +111,11 @@ async def attacker_beside(victim: HivemindDirectory) -> AsyncIterator[tuple[Any,
         await daemon.stop()
 
 
-def test_nobody_overwrites_anothers_notice_or_erases_the_board() -> None:
+def test_an_attacker_cannot_overwrite_or_erase_the_notices_of_others() -> None:
     async def test() -> None:
         from hivemind.dht.storage import DictionaryDHTValue
 
-        async with two_nodes() as (first, second), attacker_beside(first) as (node, peer):
+        async with two_nodes() as (first, second), joined_attacker(first) as (node, peer):
             owner, other = Identity.generate(), Identity.generate()
             good = notice(owner, b"good")
             await second.publish(good)
@@ -127,28 +127,29 @@ def test_nobody_overwrites_anothers_notice_or_erases_the_board() -> None:
             emptied = DictionaryDHTValue()
             key = import_hivemind().DHTID.generate(source=TOPIC)
 
-            async def ask(value: Any, subkey: str | None, expires: float = later, in_cache: bool = False) -> Any:
+            async def store(value: Any, subkey: str | None, expires: float = later, in_cache: bool = False) -> Any:
                 answers = await node.protocol.call_store(
                     peer, keys=[key], values=[value], expiration_time=[expires], subkeys=[subkey], in_cache=in_cache
                 )
-                assert answers is not None  # it answered: it refused, it did not break
+                assert answers is not None  # the node refused the value instead of failing
                 return answers[0]
 
             for in_cache in (False, True):
-                assert not await ask(pack(b"garbage"), good.subkey, in_cache=in_cache)
-                assert not await ask(pack(theirs.sealed), good.subkey, in_cache=in_cache)
-                assert not await ask(pack(elsewhere.sealed), good.subkey, in_cache=in_cache)
-                assert not await ask(pack(good.sealed), good.subkey, in_cache=in_cache)  # the same, to live longer
-                assert not await ask(pack(b"plain"), None, in_cache=in_cache)
-                assert not await ask(pack(good.sealed), None, good.expires_at, in_cache=in_cache)
-                assert not await ask(forged, None, in_cache=in_cache)
-                await ask(emptied, None, in_cache=in_cache)
-            # with hivemind's own words too, which also leave the values on the attacker's node
+                assert not await store(pack(b"garbage"), good.subkey, in_cache=in_cache)
+                assert not await store(pack(theirs.sealed), good.subkey, in_cache=in_cache)
+                assert not await store(pack(elsewhere.sealed), good.subkey, in_cache=in_cache)
+                # The same notice with a later expiry.
+                assert not await store(pack(good.sealed), good.subkey, in_cache=in_cache)
+                assert not await store(pack(b"plain"), None, in_cache=in_cache)
+                assert not await store(pack(good.sealed), None, good.expires_at, in_cache=in_cache)
+                assert not await store(forged, None, in_cache=in_cache)
+                await store(emptied, None, in_cache=in_cache)
+            # The same through hivemind's own store, which also puts the values on the attacker's node.
             await node.store(TOPIC, b"garbage", later, subkey=good.subkey)
             await node.store(TOPIC, b"plain", later + 1)
             assert await bodies(first) == await bodies(second) == {b"good"}
 
-            # a node that claims to have the last word, and that there is nothing
+            # The attacker claims that the latest value is an empty dictionary.
             node.protocol.storage.data.clear()
             node.protocol.storage.store(key, emptied, math.inf)
             assert await bodies(first) == await bodies(second) == {b"good"}
@@ -159,10 +160,10 @@ def test_nobody_overwrites_anothers_notice_or_erases_the_board() -> None:
     run(test())
 
 
-def test_a_killed_daemon_is_started_again_and_what_was_published_hangs_again() -> None:
+def test_a_killed_daemon_is_restarted_and_its_notices_are_published_again() -> None:
     async def test() -> None:
-        said: list[str] = []
-        first = await start(say=said.append)
+        messages: list[str] = []
+        first = await start(say=messages.append)
         try:
             second = await start(first.addresses)
             try:
@@ -175,12 +176,12 @@ def test_a_killed_daemon_is_started_again_and_what_was_published_hangs_again() -
                 async def repaired() -> bool:
                     return first.restarts == 1 and await bodies(second) == {b"first", b"second"}
 
-                await until(repaired, "the killed daemon is replaced")
+                await wait_for(repaired, "the killed daemon is replaced")
 
-                async def met_again() -> bool:
+                async def rejoined() -> bool:
                     return await bodies(first) == {b"first", b"second"}
 
-                await until(met_again, "the new node has found the old ones")
+                await wait_for(rejoined, "the new node has joined the old ones")
                 assert first.addresses == addresses
                 assert first.daemon_pid != pid
                 third = await start(addresses)
@@ -188,7 +189,7 @@ def test_a_killed_daemon_is_started_again_and_what_was_published_hangs_again() -
                     assert await bodies(third) == {b"first", b"second"}
                 finally:
                     await third.close()
-                assert any("ended with code -9" in text for text in said)
+                assert any("ended with code -9" in text for text in messages)
             finally:
                 await second.close()
         finally:
@@ -197,34 +198,34 @@ def test_a_killed_daemon_is_started_again_and_what_was_published_hangs_again() -
     run(test())
 
 
-def test_others_are_asked_for_where_those_that_were_named_are_gone() -> None:
+def test_other_nodes_are_looked_for_where_the_initial_ones_do_not_answer() -> None:
     async def test() -> None:
         gone = await start()
         addresses = gone.addresses
         await gone.close()
-        said: list[str] = []
-        asked: list[list[str]] = [[]]
+        messages: list[str] = []
+        answers: list[list[str]] = [[]]
         async with two_nodes() as (first, second):
-            asked.append(first.addresses)
+            answers.append(first.addresses)
 
-            async def ask_again() -> list[str]:
-                return asked.pop(0)
+            async def next_answer() -> list[str]:
+                return answers.pop(0)
 
-            late = await start(addresses, ask_again=ask_again, say=said.append, patience_s=math.inf)
+            late = await start(addresses, ask_again=next_answer, say=messages.append, patience_s=math.inf)
             try:
                 published = notice(Identity.generate(), b"late")
                 await late.publish(published)
                 assert await bodies(second) == {b"late"}
             finally:
                 await late.close()
-        assert asked == []
-        assert [text for text in said if text.startswith("no node of the DHT answers yet")] == said
+        assert answers == []
+        assert [text for text in messages if text.startswith("no node of the DHT answers yet")] == messages
 
     run(test())
 
 
 def test_a_daemon_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dht, "_TICK_S", 0.1)
+    monkeypatch.setattr(dht, "_CHECK_INTERVAL_S", 0.1)
 
     async def test() -> None:
         directory = await start()
@@ -235,7 +236,7 @@ def test_a_daemon_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
             async def replaced() -> bool:
                 return directory.restarts == 1
 
-            await until(replaced, "the hanging daemon is replaced")
+            await wait_for(replaced, "the hanging daemon is replaced")
             await directory.publish(notice(Identity.generate(), b"still here"))
             assert await bodies(directory) == {b"still here"}
         finally:
@@ -245,10 +246,10 @@ def test_a_daemon_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def reset(client: Any, daemon_pid: int) -> Any:
-    """The daemon dies with something unread. hivemind's reader then fails, with nobody to hear it: its task."""
+    """Kill the daemon while it has unread data. Returns hivemind's reader task, which then fails without a waiter."""
     os.kill(daemon_pid, signal.SIGSTOP)
     wait_until(lambda: psutil.Process(daemon_pid).status() == psutil.STATUS_STOPPED, "the daemon reads no more")
-    unread = asyncio.create_task(client.add_unary_handler("of nobody", None))
+    unread = asyncio.create_task(client.add_unary_handler("unread", None))
     await asyncio.sleep(0.05)
     os.kill(daemon_pid, signal.SIGKILL)
     reader = client.control._read_task
@@ -258,9 +259,7 @@ async def reset(client: Any, daemon_pid: int) -> Any:
 
 
 @pytest.mark.parametrize("when", ["while it runs", "while it starts"])
-def test_a_daemon_that_resets_its_connection_leaves_nothing_on_the_screen(
-    when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_reset_by_the_daemon_prints_nothing(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     readers: list[Any] = []
 
     async def lost(*, p2p: Any, **_: Any) -> None:
@@ -282,7 +281,7 @@ def test_a_daemon_that_resets_its_connection_leaves_nothing_on_the_screen(
 
     run(test())
     (reader,) = readers
-    assert not reader._log_traceback  # else asyncio would print it with the last of the task
+    assert not reader._log_traceback  # else asyncio prints the error when the task is collected
     assert isinstance(reader.exception(), ConnectionResetError)
 
 
@@ -316,7 +315,7 @@ def member(offset: float = 0.0) -> Iterator[tuple[subprocess.Popen[str], int, li
             process.kill()
 
 
-def test_the_daemon_dies_with_its_process_even_by_sigkill() -> None:
+def test_the_daemon_ends_with_its_parent_even_after_sigkill() -> None:
     with member() as (process, pid, _):
         daemon = psutil.Process(pid)
         process.kill()
@@ -326,7 +325,7 @@ def test_the_daemon_dies_with_its_process_even_by_sigkill() -> None:
         assert process.stderr.read() == ""
 
 
-def test_a_clock_that_differs_is_named() -> None:
+def test_a_wrong_clock_is_an_error_with_the_difference() -> None:
     async def test(addresses: list[str]) -> None:
         with pytest.raises(DirectoryError, match=r"clock .* differ by -60 s"):
             await start(addresses)
@@ -335,16 +334,16 @@ def test_a_clock_that_differs_is_named() -> None:
         run(test(addresses))
 
 
-def test_unreachable_nodes_are_tried_again_with_a_message_and_named_in_the_end() -> None:
+def test_unreachable_nodes_are_tried_again_with_a_message_and_named_in_the_error() -> None:
     async def test() -> None:
         with socket.create_server(("127.0.0.1", 0)) as deaf:
             gone = (
                 f"/ip4/127.0.0.1/tcp/{deaf.getsockname()[1]}/p2p/12D3KooWP68RwaUufNnv1Nd3UV3TRToasEvEXDRsUMed29ib1Hx2"
             )
-        said: list[str] = []
+        messages: list[str] = []
         with pytest.raises(DirectoryError, match=r"127\.0\.0\.1/tcp/"):
-            await start([gone], patience_s=0.5, say=said.append)
-        assert any("trying again" in text for text in said)
+            await start([gone], patience_s=0.5, say=messages.append)
+        assert any("trying again" in text for text in messages)
         assert children() == []
 
     run(test())
@@ -364,7 +363,7 @@ def children() -> list[psutil.Process]:
         "/ip4/a b/tcp/1",
     ],
 )
-def test_a_malformed_address_is_quoted(address: str) -> None:
+def test_a_malformed_address_is_refused(address: str) -> None:
     with pytest.raises(AddressError, match="is not an address of a DHT node"):
         run(start([address]))
 
@@ -379,7 +378,7 @@ def test_a_port_in_use_is_an_error_and_never_shared() -> None:
     run(test())
 
 
-def test_hivemind_says_nothing_on_its_own() -> None:
+def test_hivemind_logs_nothing_on_the_terminal() -> None:
     import_hivemind()
     logger = logging.getLogger("hivemind")
     assert [type(handler) for handler in logger.handlers] == [logging.NullHandler]
@@ -387,21 +386,21 @@ def test_hivemind_says_nothing_on_its_own() -> None:
     assert logging.getLevelName(logging.WARNING) == "WARNING"
 
 
-def record(found: Notice, **changes: Any) -> Any:
+def dht_record(notice: Notice, **changes: Any) -> Any:
     fields = {
-        "key": found.topic.encode(),
-        "subkey": pack(found.subkey),
-        "value": pack(found.sealed),
-        "expiration_time": found.expires_at,
+        "key": notice.topic.encode(),
+        "subkey": pack(notice.subkey),
+        "value": pack(notice.sealed),
+        "expiration_time": notice.expires_at,
     }
     return SimpleNamespace(**(fields | changes))
 
 
-def test_the_validator_takes_a_notice_only_in_its_place() -> None:
-    validator = NoticeValidator(str.encode, time.time)
+def test_the_validator_accepts_a_notice_only_under_its_own_key_and_subkey() -> None:
+    validator = NoticeValidator(str.encode)
     good = notice(Identity.generate())
-    assert validator.validate(record(good))
-    assert validator.validate(record(notice(Identity.generate(), ttl_s=-1.0)))  # hivemind drops it by itself
+    assert validator.validate(dht_record(good))
+    assert validator.validate(dht_record(notice(Identity.generate(), ttl_s=-1.0)))  # hivemind drops it
     for wrong in (
         {"key": b"elsewhere"},
         {"subkey": pack("another")},
@@ -414,24 +413,24 @@ def test_the_validator_takes_a_notice_only_in_its_place() -> None:
         {"value": pack(good.sealed[:-1])},
         {"value": b""},
     ):
-        assert not validator.validate(record(good, **wrong)), wrong
-    assert not validator.validate(record(notice(Identity.generate(), ttl_s=MAX_TTL_S + 60)))
+        assert not validator.validate(dht_record(good, **wrong)), wrong
+    assert not validator.validate(dht_record(notice(Identity.generate(), ttl_s=MAX_TTL_S + 60)))
 
 
-def test_a_board_is_bounded_and_holds_no_plain_values() -> None:
-    board = NoticeStore(import_hivemind().Storage(), topic_bytes=100, topics=2)
+def test_a_notice_store_is_bounded_and_stores_no_plain_values() -> None:
+    notices = NoticeStore(import_hivemind().Storage(), topic_bytes=100, topics=2)
     later = time.time() + 30
-    assert not board.store(1, b"plain", later)
-    assert board.store(1, b"x" * 60, later, subkey="a")
-    assert not board.store(1, b"x" * 60, later, subkey="b")
-    assert board.store_subkey(1, "a", b"x" * 90, later + 1)  # its own place counts once
-    assert not board.store_subkey(1, "a", b"older", later)
-    assert board.store_subkey(2, "a", b"x", later)
-    assert not board.store_subkey(3, "a", b"x", later)
-    assert {key for key, _ in board.items()} == {1, 2}
+    assert not notices.store(1, b"plain", later)
+    assert notices.store(1, b"x" * 60, later, subkey="a")
+    assert not notices.store(1, b"x" * 60, later, subkey="b")
+    assert notices.store_subkey(1, "a", b"x" * 90, later + 1)  # the value that it replaces is not counted
+    assert not notices.store_subkey(1, "a", b"older", later)
+    assert notices.store_subkey(2, "a", b"x", later)
+    assert not notices.store_subkey(3, "a", b"x", later)
+    assert {key for key, _ in notices.items()} == {1, 2}
 
 
-def test_what_a_killed_peer_left_behind_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_only_stale_folders_of_ended_daemons_are_removed(tmp_path: Path) -> None:
     long_ago = time.time() - 3600
     with contextlib.ExitStack() as stack:
         for name, listens in (("gone", False), ("alive", True), ("young", False)):
@@ -449,5 +448,5 @@ def test_what_a_killed_peer_left_behind_is_removed_and_nothing_else(tmp_path: Pa
         for name in ("swarm-dht-empty", "other"):
             (tmp_path / name).mkdir()
             os.utime(tmp_path / name, (long_ago, long_ago))
-        sweep(tmp_path)
+        remove_stale_folders(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"swarm-dht-alive", "swarm-dht-young", "other"}

@@ -28,14 +28,14 @@ def notice(
     return Notice.seal(identity, topic=topic, body=body, expires_at=expires_at, label=label)
 
 
-def sealed_by_hand(statement: Any, *, key: Any = None, signature: Any = None) -> bytes:
+def signed_by_hand(statement: Any, *, key: Any = None, signature: Any = None) -> bytes:
     packed = statement if isinstance(statement, bytes) else msgpack.packb(statement)
-    signed = IDENTITY.sign(packed) if signature is None else signature
-    return bytes(msgpack.packb([IDENTITY.public_key if key is None else key, signed, packed]))
+    valid = IDENTITY.sign(packed) if signature is None else signature
+    return bytes(msgpack.packb([IDENTITY.public_key if key is None else key, valid, packed]))
 
 
 @given(st.text(max_size=60), st.binary(max_size=200), st.floats(allow_nan=False), st.text(max_size=60))
-def test_a_notice_carries_its_own_proof(topic: str, body: bytes, expires_at: float, label: str) -> None:
+def test_a_notice_is_read_back_from_its_signed_bytes(topic: str, body: bytes, expires_at: float, label: str) -> None:
     made = Notice.seal(IDENTITY, topic=topic, body=body, expires_at=expires_at, label=label)
     assert Notice.unseal(made.sealed) == made
     assert (made.topic, made.body, made.expires_at) == (topic, body, expires_at)
@@ -44,7 +44,7 @@ def test_a_notice_carries_its_own_proof(topic: str, body: bytes, expires_at: flo
 
 
 @given(st.integers(0, 10_000), st.integers(1, 255))
-def test_no_byte_of_a_notice_can_be_changed(position: int, difference: int) -> None:
+def test_a_notice_with_a_changed_byte_is_refused(position: int, difference: int) -> None:
     made = notice()
     damaged = bytearray(made.sealed)
     damaged[position % len(damaged)] ^= difference
@@ -53,7 +53,7 @@ def test_no_byte_of_a_notice_can_be_changed(position: int, difference: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("sealed", "reason"),
+    ("raw", "reason"),
     [
         (b"", "cannot be read"),
         (b"\xc1", "cannot be read"),
@@ -62,30 +62,30 @@ def test_no_byte_of_a_notice_can_be_changed(position: int, difference: int) -> N
         (msgpack.packb([1, 2]), "cannot be read"),
         (msgpack.packb([b"key", b"signature", 7]), "not signed"),
         (msgpack.packb([None, None, b""]), "cannot be read"),
-        (sealed_by_hand(["topic", "", b"", 1.0], signature=bytes(64)), "not signed"),
-        (sealed_by_hand(["topic", "", b"", 1.0], key=Identity.generate().public_key), "not signed"),
-        (sealed_by_hand(b"\xc1"), "cannot be read"),
-        (sealed_by_hand([1, 2, 3]), "cannot be read"),
-        (sealed_by_hand([b"topic", "", b"", 1.0]), "wrong type"),
-        (sealed_by_hand(["topic", 5, b"", 1.0]), "wrong type"),
-        (sealed_by_hand(["topic", "", "text", 1.0]), "wrong type"),
-        (sealed_by_hand(["topic", "", b"", 1]), "wrong type"),
-        (sealed_by_hand(["t" * 129, "", b"", 1.0]), "wrong type"),
+        (signed_by_hand(["topic", "", b"", 1.0], signature=bytes(64)), "not signed"),
+        (signed_by_hand(["topic", "", b"", 1.0], key=Identity.generate().public_key), "not signed"),
+        (signed_by_hand(b"\xc1"), "cannot be read"),
+        (signed_by_hand([1, 2, 3]), "cannot be read"),
+        (signed_by_hand([b"topic", "", b"", 1.0]), "wrong type"),
+        (signed_by_hand(["topic", 5, b"", 1.0]), "wrong type"),
+        (signed_by_hand(["topic", "", "text", 1.0]), "wrong type"),
+        (signed_by_hand(["topic", "", b"", 1]), "wrong type"),
+        (signed_by_hand(["t" * 129, "", b"", 1.0]), "wrong type"),
         (bytes(MAX_NOTICE_BYTES + 1), "over the limit"),
     ],
 )
-def test_hostile_bytes_are_refused_for_a_reason(sealed: bytes, reason: str) -> None:
+def test_malformed_bytes_are_refused_with_the_reason(raw: bytes, reason: str) -> None:
     with pytest.raises(DirectoryError, match=reason):
-        Notice.unseal(sealed)
+        Notice.unseal(raw)
 
 
 @given(st.binary(max_size=300))
-def test_random_bytes_raise_nothing_else(sealed: bytes) -> None:
+def test_random_bytes_raise_directory_error_only(raw: bytes) -> None:
     with pytest.raises(DirectoryError):
-        Notice.unseal(sealed)
+        Notice.unseal(raw)
 
 
-def test_a_notice_over_the_limit_is_not_made() -> None:
+def test_a_notice_over_the_size_limit_is_not_signed() -> None:
     with pytest.raises(DirectoryError, match="over the limit"):
         notice(bytes(MAX_NOTICE_BYTES))
 
@@ -101,11 +101,11 @@ def test_a_notice_over_the_limit_is_not_made() -> None:
         (float("inf"), False),
     ],
 )
-def test_a_notice_is_current_for_a_while_only(expires_at: float, current: bool) -> None:
+def test_a_notice_is_current_until_it_expires_and_not_too_far_ahead(expires_at: float, current: bool) -> None:
     assert notice(expires_at=expires_at).is_current(NOW) == current
 
 
-def board() -> tuple[MemoryDirectory, Callable[[float], None]]:
+def memory_directory() -> tuple[MemoryDirectory, Callable[[float], None]]:
     now = [NOW]
 
     def set_now(value: float) -> None:
@@ -115,27 +115,27 @@ def board() -> tuple[MemoryDirectory, Callable[[float], None]]:
 
 
 @in_loop
-async def test_a_board_keeps_one_notice_for_each_author_and_label() -> None:
-    directory, _ = board()
+async def test_a_directory_keeps_one_notice_for_each_author_and_label() -> None:
+    directory, _ = memory_directory()
     other = Identity.generate()
-    kept = [notice(b"2", expires_at=NOW + 20), notice(b"3", label="label"), notice(b"4", identity=other)]
-    for one in [notice(b"1", expires_at=NOW + 10), *kept, notice(b"5", topic="elsewhere")]:
-        await directory.publish(one)
-    assert await directory.collect("topic") == kept
+    expected = [notice(b"2", expires_at=NOW + 20), notice(b"3", label="label"), notice(b"4", identity=other)]
+    for published in [notice(b"1", expires_at=NOW + 10), *expected, notice(b"5", topic="elsewhere")]:
+        await directory.publish(published)
+    assert await directory.collect("topic") == expected
     assert await directory.collect("nothing here") == []
 
 
 @in_loop
 async def test_an_older_notice_never_replaces_a_newer_one() -> None:
-    directory, _ = board()
+    directory, _ = memory_directory()
     await directory.publish(notice(b"new", expires_at=NOW + 20))
     await directory.publish(notice(b"old", expires_at=NOW + 10))
-    assert [one.body for one in await directory.collect("topic")] == [b"new"]
+    assert [found.body for found in await directory.collect("topic")] == [b"new"]
 
 
 @in_loop
-async def test_expired_notices_are_gone() -> None:
-    directory, set_now = board()
+async def test_expired_notices_are_not_returned() -> None:
+    directory, set_now = memory_directory()
     await directory.publish(notice(expires_at=NOW + 10))
     set_now(NOW + 10)
     assert await directory.collect("topic") == []

@@ -51,7 +51,7 @@ from tests.swarm.discovery.toy_query_peer import (
 CONTENTS = toy_files()
 TOY = toy_manifest(CONTENTS)
 ALL = tuple(TOY.parts)
-BIG = toy_files(scale=3000)  # three pieces a layer
+BIG = toy_files(scale=3000)  # a layer's file comes in three pieces
 BIG_TOY = toy_manifest(BIG)
 Usage = namedtuple("Usage", "total used free")
 
@@ -68,7 +68,7 @@ def run(test: Awaitable[None]) -> None:
 async def sources(
     *pieces: Piece, contents: Mapping[str, bytes] = CONTENTS, spans: tuple[LayerRange, ...] = ()
 ) -> AsyncIterator[list[Teller]]:
-    """A peer for each way of giving pieces; each has every file, and says that it holds its span."""
+    """One peer for each of `pieces`. Each has every file and announces that it holds the layers of its span."""
     async with contextlib.AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(
@@ -84,7 +84,7 @@ async def sources(
         ]
 
 
-def whole(target: Path, manifest: object = TOY) -> bool:
+def is_complete(target: Path, manifest: object = TOY) -> bool:
     assert load_manifest(target) == manifest
     check_files(target, load_manifest(target).files(ALL))
     assert not list(target.glob(".*.part"))
@@ -112,110 +112,110 @@ def test_a_manifest_is_checked_against_its_digest() -> None:
             with pytest.raises(RemoteProtocolError, match="another manifest"):
                 await fetch_manifest(channel, "0" * 64)
             await channel.close()
-        crooked = TOY.to_json() + b" "
-        async with teller(manifest=crooked) as peer:
+        not_canonical = TOY.to_json() + b" "
+        async with teller(manifest=not_canonical) as peer:
             channel = await Channel.open([peer.pinned], HELLO)
             with pytest.raises(PackageError, match="canonical"):
-                await fetch_manifest(channel, hashlib.sha256(crooked).hexdigest())
+                await fetch_manifest(channel, hashlib.sha256(not_canonical).hexdigest())
             await channel.close()
 
     run(test())
 
 
-def test_all_parts_come_from_several_peers_and_progress_ends_at_the_total(tmp_path: Path) -> None:
+def test_parts_are_fetched_from_several_peers_and_progress_ends_at_the_total(tmp_path: Path) -> None:
     async def test() -> None:
-        heard: list[tuple[int, int]] = []
+        reports: list[tuple[int, int]] = []
         async with sources(honest, honest) as peers:
-            await fetch_all(peers, tmp_path / "a" / "b", progress=lambda *step: heard.append(step))
-            assert whole(tmp_path / "a" / "b")
-            assert all(peer.asked for peer in peers)
+            await fetch_all(peers, tmp_path / "a" / "b", progress=lambda *step: reports.append(step))
+            assert is_complete(tmp_path / "a" / "b")
+            assert all(peer.requests for peer in peers)
         total = sum(map(len, CONTENTS.values()))
-        assert heard[0] == (0, total)
-        assert heard[-1] == (total, total)
+        assert reports[0] == (0, total)
+        assert reports[-1] == (total, total)
 
     run(test())
 
 
-def test_files_are_asked_only_of_those_that_hold_them(tmp_path: Path) -> None:
+def test_files_are_requested_only_from_peers_that_hold_them(tmp_path: Path) -> None:
     async def test() -> None:
         spans = (LayerRange(0, 1), LayerRange(1, LAYERS))
         async with sources(honest, honest, spans=spans) as peers:
             await fetch_all(peers, tmp_path)
-            asked = [{sha for sha, _ in peer.asked} for peer in peers]
+            requested = [{sha for sha, _ in peer.requests} for peer in peers]
         hashes = {name: hashlib.sha256(data).hexdigest() for name, data in CONTENTS.items()}
-        assert {hashes["embed.bin"], hashes["layer_000.bin"]} <= asked[0] - asked[1]
-        assert {hashes["head.bin"], hashes["layer_001.bin"], hashes["layer_002.bin"]} <= asked[1] - asked[0]
+        assert {hashes["embed.bin"], hashes["layer_000.bin"]} <= requested[0] - requested[1]
+        assert {hashes["head.bin"], hashes["layer_001.bin"], hashes["layer_002.bin"]} <= requested[1] - requested[0]
 
     run(test())
 
 
-def test_only_what_is_asked_for_comes_and_more_can_come_later(tmp_path: Path) -> None:
+def test_only_the_requested_parts_are_fetched_and_more_can_be_fetched_later(tmp_path: Path) -> None:
     async def test() -> None:
         async with sources(honest) as [peer]:
             records = [peer.record("model")]
             await fetch_parts(TOY, [TOKENIZER, layer_part(1)], records, tmp_path, hello=HELLO)
             assert names_in(tmp_path) == {"openvino_tokenizer.xml", "tokenizer.bin", "layer_001.bin", MANIFEST}
-            peer.asked.clear()
+            peer.requests.clear()
             await fetch_all([peer], tmp_path)
-            assert whole(tmp_path)
-            assert hashlib.sha256(CONTENTS["layer_001.bin"]).hexdigest() not in {sha for sha, _ in peer.asked}
+            assert is_complete(tmp_path)
+            assert hashlib.sha256(CONTENTS["layer_001.bin"]).hexdigest() not in {sha for sha, _ in peer.requests}
 
     run(test())
 
 
-def test_a_broken_fetch_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_broken_fetch_is_resumed_at_its_offset(tmp_path: Path) -> None:
     async def test() -> None:
         name = "layer_000.bin"
         async with sources(dying_at(2 << 20), contents=BIG) as peers:
             with pytest.raises(PeerError, match=r"no peer is left that gives layer_000\.bin.*peer-0"):
                 await fetch_parts(BIG_TOY, [layer_part(0)], [peers[0].record("m")], tmp_path, hello=HELLO)
-        kept = (tmp_path / part_of(name, BIG)).stat().st_size
-        assert kept >= 1 << 20
+        size = (tmp_path / part_of(name, BIG)).stat().st_size
+        assert size >= 1 << 20
         assert not (tmp_path / MANIFEST).exists()
         async with sources(honest, contents=BIG) as [peer]:
             await fetch_parts(BIG_TOY, [layer_part(0)], [peer.record("m")], tmp_path, hello=HELLO)
-            assert min(offset for _, offset in peer.asked) == kept
+            assert min(offset for _, offset in peer.requests) == size
         assert (tmp_path / name).read_bytes() == BIG[name]
 
     run(test())
 
 
 @pytest.mark.parametrize(("fault", "reason"), [(lying, "wrong bytes"), (short, "bytes of"), (dying, "peer-0")])
-def test_a_bad_source_is_dropped_and_said_and_another_goes_on(
+def test_a_bad_source_is_dropped_with_a_warning_and_another_is_used(
     fault: Piece, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test() -> None:
         async with sources(fault, honest) as peers:
             await fetch_all(peers, tmp_path)
-            assert whole(tmp_path)
+            assert is_complete(tmp_path)
 
     run(test())
-    said = [record.getMessage() for record in caplog.records if record.name == "swarm.discovery.download"]
-    assert len(said) == 1
-    assert "peer-0" in said[0]
-    assert reason in said[0]
+    messages = [record.getMessage() for record in caplog.records if record.name == "swarm.discovery.download"]
+    assert len(messages) == 1
+    assert "peer-0" in messages[0]
+    assert reason in messages[0]
 
 
-def test_a_source_that_stalls_is_left_for_another(tmp_path: Path) -> None:
+def test_a_stalling_source_is_replaced_by_another(tmp_path: Path) -> None:
     async def test() -> None:
         async with sources(stalling, honest) as peers:
             await fetch_all(peers, tmp_path, timeout=0.3)
-            assert whole(tmp_path)
+            assert is_complete(tmp_path)
 
     run(test())
 
 
-def test_a_source_that_dies_in_a_file_is_followed_by_another_at_the_same_place(tmp_path: Path) -> None:
+def test_a_source_that_dies_within_a_file_is_replaced_at_the_same_offset(tmp_path: Path) -> None:
     async def test() -> None:
         async with sources(dying_at(1 << 20), honest, contents=BIG) as peers:
             await fetch_all(peers, tmp_path, BIG_TOY, connections=1)
-            assert whole(tmp_path, BIG_TOY)
-            assert {offset for _, offset in peers[1].asked} & {1 << 20, 2 << 20}
+            assert is_complete(tmp_path, BIG_TOY)
+            assert {offset for _, offset in peers[1].requests} & {1 << 20, 2 << 20}
 
     run(test())
 
 
-def test_liars_alone_end_it_and_leave_nothing_false(tmp_path: Path) -> None:
+def test_with_lying_sources_only_the_fetch_fails_and_leaves_no_wrong_files(tmp_path: Path) -> None:
     async def test() -> None:
         async with sources(lying, lying) as peers:
             with pytest.raises(PeerError, match="wrong bytes"):
@@ -226,34 +226,34 @@ def test_liars_alone_end_it_and_leave_nothing_false(tmp_path: Path) -> None:
     run(test())
 
 
-def test_a_damaged_part_of_an_earlier_run_is_not_blamed_on_who_completed_it(tmp_path: Path) -> None:
+def test_a_source_is_not_dropped_for_a_damaged_partial_file_of_an_earlier_run(tmp_path: Path) -> None:
     async def test() -> None:
         name = "layer_002.bin"
         (tmp_path / part_of(name, CONTENTS)).write_bytes(b"rot")
         (tmp_path / part_of("layer_001.bin", CONTENTS)).write_bytes(bytes(len(CONTENTS["layer_001.bin"]) + 1))
         async with sources(honest) as peers:
             await fetch_all(peers, tmp_path)
-        assert whole(tmp_path)
+        assert is_complete(tmp_path)
 
     run(test())
 
 
-def test_a_damaged_file_is_replaced_and_a_good_one_kept(tmp_path: Path) -> None:
+def test_a_damaged_file_is_fetched_again_and_a_good_one_is_not(tmp_path: Path) -> None:
     async def test() -> None:
         async with sources(honest) as [peer]:
             await fetch_all([peer], tmp_path)
-            peer.asked.clear()
+            peer.requests.clear()
             await fetch_all([peer], tmp_path)
-            assert peer.asked == []
+            assert peer.requests == []
             (tmp_path / "embed.bin").write_bytes(bytes(len(CONTENTS["embed.bin"])))
             await fetch_all([peer], tmp_path)
-            assert {sha for sha, _ in peer.asked} == {hashlib.sha256(CONTENTS["embed.bin"]).hexdigest()}
-            assert whole(tmp_path)
+            assert {sha for sha, _ in peer.requests} == {hashlib.sha256(CONTENTS["embed.bin"]).hexdigest()}
+            assert is_complete(tmp_path)
 
     run(test())
 
 
-def test_a_peer_without_a_file_is_passed_over_for_that_file_alone(tmp_path: Path) -> None:
+def test_a_peer_without_one_file_is_still_used_for_others(tmp_path: Path) -> None:
     async def test() -> None:
         some = by_hash(CONTENTS)
         lacking = hashlib.sha256(CONTENTS["head.bin"]).hexdigest()
@@ -261,26 +261,26 @@ def test_a_peer_without_a_file_is_passed_over_for_that_file_alone(tmp_path: Path
         async with teller(files=some) as partial, sources(honest) as [full]:
             records = [partial.record("m"), full.record("m", state=LEAVING)]
             await fetch_parts(TOY, ALL, records, tmp_path, hello=HELLO, connections=1)
-            assert whole(tmp_path)
-            assert len(partial.asked) > 1
+            assert is_complete(tmp_path)
+            assert len(partial.requests) > 1
 
     run(test())
 
 
-@pytest.mark.parametrize("odd", [DirectoryError, BadStep, NotCovered, RemoteProtocolError, ConfigError])
-def test_a_source_that_fails_in_an_odd_way_is_left_for_another(odd: type[SwarmError], tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [DirectoryError, BadStep, NotCovered, RemoteProtocolError, ConfigError])
+def test_a_source_with_an_unexpected_error_is_replaced_by_another(error: type[SwarmError], tmp_path: Path) -> None:
     async def failing(ask: AskFile, data: bytes) -> bytes:
-        raise odd("not in the mood")
+        raise error("unexpected")
 
     async def test() -> None:
         async with sources(failing, honest) as peers:
             await fetch_all(peers, tmp_path)
-            assert whole(tmp_path)
+            assert is_complete(tmp_path)
 
     run(test())
 
 
-def test_nobody_to_ask_names_the_file(tmp_path: Path) -> None:
+def test_without_a_source_the_error_names_the_file(tmp_path: Path) -> None:
     async def test() -> None:
         async with sources(honest, spans=(LayerRange(0, 1),)) as [peer]:
             with pytest.raises(PeerError, match=r"head\.bin: none holds it"):
@@ -289,30 +289,30 @@ def test_nobody_to_ask_names_the_file(tmp_path: Path) -> None:
     run(test())
 
 
-def test_another_peer_at_a_sources_address_is_no_source(tmp_path: Path) -> None:
+def test_another_peer_at_the_address_of_a_source_is_not_used(tmp_path: Path) -> None:
     async def test() -> None:
         async with sources(honest, honest) as [one, two]:
             swapped = replace(one.record("m"), addresses=(two.address.place,))
             with pytest.raises(PeerError, match="not "):
                 await fetch_parts(TOY, [EMBED], [swapped], tmp_path, hello=HELLO)
-            assert two.asked == []
+            assert two.requests == []
 
     run(test())
 
 
-def test_a_full_disk_is_this_machines_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_disk_space_is_an_error_before_the_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10, 9, 1))
 
     async def test() -> None:
         async with sources(honest) as peers:
             with pytest.raises(PackageError, match="MB free"):
                 await fetch_all(peers, tmp_path)
-            assert peers[0].asked == []
+            assert peers[0].requests == []
 
     run(test())
 
 
-def test_an_error_of_the_disk_in_the_middle_blames_nobody(
+def test_a_disk_error_during_the_download_drops_no_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: object) -> int:
@@ -350,32 +350,32 @@ def test_links_in_the_target_do_not_lead_out_of_it(tmp_path: Path) -> None:
         async with sources(honest) as peers:
             await fetch_all(peers, target)
         assert outside.read_bytes() == b"mine"
-        assert whole(target)
+        assert is_complete(target)
 
     run(test())
 
 
 @pytest.mark.parametrize("name", [".fetch.lock", "a\0b", ".hidden"])
-def test_names_that_are_no_files_of_a_package_are_refused(name: str, tmp_path: Path) -> None:
+def test_invalid_file_names_are_refused(name: str, tmp_path: Path) -> None:
     entry = FileEntry(path=name, size=1, sha256="0" * 64)
     manifest = replace(TOY, parts=dict(TOY.parts) | {TOKENIZER: (entry,)})
-    with pytest.raises(PackageError, match="no name for a file"):
+    with pytest.raises(PackageError, match="not a valid name for a file"):
         run(fetch_parts(manifest, [TOKENIZER], [], tmp_path, hello=HELLO))
 
 
-def test_a_directory_with_another_model_is_left_alone(tmp_path: Path) -> None:
+def test_a_directory_with_another_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_bytes(replace(TOY, name="another").to_json())
     with pytest.raises(PackageError, match="holds another model, another"):
         run(fetch_parts(TOY, [EMBED], [], tmp_path, hello=HELLO))
 
 
 @pytest.mark.parametrize("damaged", [b"", TOY.to_json()[:-40]])
-def test_a_damaged_manifest_is_written_again(damaged: bytes, tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_replaced(damaged: bytes, tmp_path: Path) -> None:
     async def test() -> None:
         (tmp_path / MANIFEST).write_bytes(damaged)
         async with sources(honest) as peers:
             await fetch_all(peers, tmp_path)
-        assert whole(tmp_path)
+        assert is_complete(tmp_path)
 
     run(test())
 
@@ -385,17 +385,17 @@ def test_an_unknown_part_is_named(tmp_path: Path) -> None:
         run(fetch_parts(TOY, ["layer_999"], [], tmp_path, hello=HELLO))
 
 
-def test_two_who_fetch_to_one_place_take_turns(tmp_path: Path) -> None:
+def test_fetches_to_the_same_target_take_turns(tmp_path: Path) -> None:
     async def test() -> None:
         async with sources(honest, contents=BIG) as [peer]:
             await asyncio.gather(*(fetch_all([peer], tmp_path, BIG_TOY) for _ in range(3)))
-            assert whole(tmp_path, BIG_TOY)
-            assert len(peer.asked) == len(set(peer.asked))
+            assert is_complete(tmp_path, BIG_TOY)
+            assert len(peer.requests) == len(set(peer.requests))
 
     run(test())
 
 
-def test_a_killed_fetch_holds_no_lock_and_is_resumed(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_process_is_released(tmp_path: Path) -> None:
     program = (
         "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX);"
         "print(flush=True); time.sleep(600)"
@@ -407,10 +407,10 @@ def test_a_killed_fetch_holds_no_lock_and_is_resumed(tmp_path: Path) -> None:
             waiting = asyncio.create_task(fetch_all(peers, tmp_path))
             await asyncio.sleep(0.3)
             assert not waiting.done()
-            assert peers[0].asked == []
+            assert peers[0].requests == []
             holder.kill()
             await waiting
-            assert whole(tmp_path)
+            assert is_complete(tmp_path)
 
     with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
@@ -418,32 +418,32 @@ def test_a_killed_fetch_holds_no_lock_and_is_resumed(tmp_path: Path) -> None:
         run(test(holder))
 
 
-def test_a_cancelled_fetch_leaves_what_it_has_and_can_be_called_again(tmp_path: Path) -> None:
+def test_a_cancelled_fetch_can_be_resumed(tmp_path: Path) -> None:
     async def test() -> None:
-        began = asyncio.Event()
+        started = asyncio.Event()
 
         async def slow(ask: object, data: bytes) -> bytes:
-            began.set()
+            started.set()
             await asyncio.sleep(0.05)
             return data
 
         async with sources(slow, contents=BIG) as peers:
             fetching = asyncio.create_task(fetch_all(peers, tmp_path, BIG_TOY))
-            await began.wait()
+            await started.wait()
             fetching.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await fetching
             assert not (tmp_path / MANIFEST).exists()
             await fetch_all(peers, tmp_path, BIG_TOY)
-            assert whole(tmp_path, BIG_TOY)
+            assert is_complete(tmp_path, BIG_TOY)
 
     run(test())
 
 
-def test_a_bug_of_ours_surfaces_as_it_is(tmp_path: Path) -> None:
+def test_a_bug_in_the_progress_callback_surfaces_unchanged(tmp_path: Path) -> None:
     def broken(done: int, total: int) -> None:
         if done:
-            raise ZeroDivisionError("a bug in who shows the progress")
+            raise ZeroDivisionError("a bug in the progress callback")
 
     async def test() -> None:
         async with sources(honest) as peers:

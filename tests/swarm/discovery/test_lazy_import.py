@@ -1,4 +1,4 @@
-"""Packages whose `__init__` runs late, on a package on disk."""
+"""`lazy_package` on a package on disk, and on hivemind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME = "lazy_toy"
 
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Its `__init__` takes a name of `inner.leaf`, which imports `inner.twig` by way of its parents."""
+    """A package whose `__init__` imports a name from `inner.leaf`, which imports `inner.twig`."""
     inner = tmp_path / NAME / "inner"
     inner.mkdir(parents=True)
     (tmp_path / NAME / "__init__.py").write_text(f"from {NAME}.inner.leaf import LEAF\nWHOLE = True\n")
@@ -30,13 +30,13 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         del sys.modules[name]
 
 
-def test_a_module_is_imported_and_its_packages_are_not_run(toy: str) -> None:
+def test_importing_a_module_does_not_run_its_lazy_package(toy: str) -> None:
     package = lazy_package(toy)
     assert importlib.import_module(f"{toy}.inner.leaf").LEAF == 3
     assert "WHOLE" not in vars(package)
 
 
-def test_a_name_that_is_missing_runs_the_package(toy: str) -> None:
+def test_reading_an_undefined_name_runs_the_package(toy: str) -> None:
     package = lazy_package(toy)
     leaf = importlib.import_module(f"{toy}.inner.leaf")
     assert package.WHOLE is True
@@ -44,32 +44,32 @@ def test_a_name_that_is_missing_runs_the_package(toy: str) -> None:
     assert importlib.import_module(toy) is package
 
 
-def test_a_name_that_it_does_not_have_is_missing(toy: str) -> None:
+def test_a_name_that_the_package_does_not_define_raises_attribute_error(toy: str) -> None:
     package = lazy_package(toy)
     for _ in range(2):
         with pytest.raises(AttributeError, match="nonsense"):
             _ = package.nonsense
 
 
-def test_a_lazy_package_inside_another_is_reached_through_it(toy: str) -> None:
+def test_a_lazy_package_is_an_attribute_of_its_lazy_parent(toy: str) -> None:
     package = lazy_package(toy)
     inner = lazy_package(f"{toy}.inner")
     assert package.inner is inner
     assert vars(package).keys() == vars(lazy_package(toy)).keys()
 
 
-def test_a_package_that_is_there_stays_as_it_is(toy: str) -> None:
+def test_an_imported_package_stays_as_it_is(toy: str) -> None:
     whole = importlib.import_module(toy)
     assert lazy_package(toy) is whole
     assert whole.WHOLE is True
 
 
-def test_a_package_that_is_not_installed_is_named() -> None:
+def test_a_missing_package_is_named_in_the_error() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         lazy_package("no_such_package")
 
 
-def test_the_dht_comes_without_the_training_half_of_its_package() -> None:
+def test_importing_the_dht_does_not_import_the_training_code_of_hivemind() -> None:
     statement = "import swarm.discovery.dht; swarm.discovery.dht.import_hivemind()"
     assert loaded_by(statement, "torch", "scipy", "pydantic", "hivemind.averaging") == set()
     assert loaded_by(statement, "hivemind.dht.node") == {"hivemind.dht.node"}

@@ -42,7 +42,7 @@ RECORD = PeerRecord(
     entries=(8,),
     links={"p" * 32: LinkQuality(rtt_s=0.01, bytes_per_s=1e6), "q" * 32: LinkQuality(rtt_s=math.inf)},
 )
-OFFER = ModelRecord(
+MODEL_RECORD = ModelRecord(
     digest=MODEL,
     name="smollm2",
     source="file.gguf",
@@ -62,7 +62,7 @@ def nested(depth: int) -> Any:
     return value
 
 
-DEEP = nested(1020)
+DEEPLY_NESTED = nested(1020)
 
 
 def notice_of(plain: Any, *, topic: str = MODEL, identity: Identity = IDENTITY) -> Notice:
@@ -70,33 +70,33 @@ def notice_of(plain: Any, *, topic: str = MODEL, identity: Identity = IDENTITY) 
     return Notice.seal(identity, topic=topic, body=body, expires_at=1060.0)
 
 
-def test_a_peers_record_comes_back_as_it_was() -> None:
+def test_a_peer_record_survives_a_round_trip() -> None:
     assert PeerRecord.from_plain(RECORD.to_plain()) == RECORD
     assert peer_records([RECORD.seal(IDENTITY)], MODEL) == [RECORD]
 
 
-def test_what_a_peer_is_doing_is_told_checked_and_may_be_missing() -> None:
+def test_the_load_of_a_peer_is_carried_checked_and_may_be_missing() -> None:
     work = PeerLoad(engine="paged", batch=7.5, tokens_per_s=300.0, blocks=100, blocks_used=40)
     record = replace(RECORD, work=work)
     assert PeerRecord.from_plain(record.to_plain()) == record
-    before = record.to_plain()
-    del before["work"]
-    assert PeerRecord.from_plain(before) == RECORD
+    without_work = record.to_plain()
+    del without_work["work"]
+    assert PeerRecord.from_plain(without_work) == RECORD
     for wrong in (7, {}, {**work.to_plain(), "batch": -1.0}, {**work.to_plain(), "blocks": "many"}):
         with pytest.raises(DirectoryError):
             PeerRecord.from_plain({**record.to_plain(), "work": wrong})
 
 
-def test_a_link_that_is_no_way_stays_one() -> None:
+def test_an_unreachable_link_stays_unreachable() -> None:
     (record,) = peer_records([RECORD.seal(IDENTITY)], MODEL)
     assert not record.links["q" * 32].reachable
     assert record.links["p" * 32].reachable
 
 
-def test_a_models_record_comes_back_as_it_was() -> None:
-    notice = OFFER.seal(IDENTITY)
+def test_a_model_record_survives_a_round_trip() -> None:
+    notice = MODEL_RECORD.seal(IDENTITY)
     assert (notice.topic, notice.subkey) == (MODELS_TOPIC, IDENTITY.peer_id + MODEL)
-    assert model_records([notice]) == [OFFER]
+    assert model_records([notice]) == [MODEL_RECORD]
 
 
 @pytest.mark.parametrize("name", sorted(RECORD.to_plain().keys() - {"work"}))
@@ -113,7 +113,7 @@ def test_a_missing_field_is_named(name: str) -> None:
         ("name", 5),
         ("name", "x" * 257),
         ("name", "\x1b[2J"),
-        ("name", DEEP),
+        ("name", DEEPLY_NESTED),
         ("incarnation", -1),
         ("incarnation", True),
         ("incarnation", 1 << 63),
@@ -122,7 +122,7 @@ def test_a_missing_field_is_named(name: str) -> None:
         ("holds", ["0:12"] * 65),
         ("holds", "0:12"),
         ("holds", ["a"]),
-        ("holds", DEEP),
+        ("holds", DEEPLY_NESTED),
         ("addresses", ["http://x"]),
         ("addresses", ["10.0.0.1:80"] * 17),
         ("addresses", [7]),
@@ -145,25 +145,25 @@ def test_a_missing_field_is_named(name: str) -> None:
         ("links", {"p": nested(400)}),
     ],
 )
-def test_a_record_with_a_wrong_field_is_an_error_and_is_left_out(name: str, value: Any) -> None:
+def test_a_record_with_an_invalid_field_is_an_error_and_is_left_out(name: str, value: Any) -> None:
     plain = RECORD.to_plain() | {name: value}
     with pytest.raises(SwarmError):
         PeerRecord.from_plain(plain)
-    # msgpack reads deeper nesting than it writes
+    # msgpack reads deeper nesting than it writes, so the nested value is spliced into the bytes.
     body = msgpack.packb(RECORD.to_plain() | {name: "here"})
-    deep = body.replace(b"\xa4here", b"\x91" * 1000 + b"\x01" if value is DEEP else msgpack.packb(value))
+    deep = body.replace(b"\xa4here", b"\x91" * 1000 + b"\x01" if value is DEEPLY_NESTED else msgpack.packb(value))
     assert peer_records([notice_of(deep), RECORD.seal(IDENTITY)], MODEL) == [RECORD]
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"\xc1", msgpack.packb([1]), b"\x91" * 5000, b"\x81\xa5links" + b"\x91" * 1000 + b"\x01"]
 )
-def test_a_body_that_is_no_record_is_left_out(body: bytes) -> None:
+def test_a_body_that_is_not_a_record_is_left_out(body: bytes) -> None:
     assert peer_records([notice_of(body)], MODEL) == []
     assert model_records([notice_of(body, topic=MODELS_TOPIC)]) == []
 
 
-def test_a_record_about_somebody_else_is_left_out() -> None:
+def test_a_record_about_another_peer_or_model_is_left_out() -> None:
     other = Identity.generate()
     assert peer_records([notice_of(RECORD.to_plain(), identity=other)], MODEL) == []
     assert peer_records([notice_of(RECORD.to_plain(), topic="elsewhere")], MODEL) == []
@@ -171,9 +171,9 @@ def test_a_record_about_somebody_else_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("layers", [-1, 0, 1 << 40, 1.5, None])
-def test_a_model_has_a_possible_number_of_layers(layers: Any) -> None:
-    """Somebody will make a list of that length."""
-    body = msgpack.unpackb(OFFER.seal(IDENTITY).body) | {"layers": layers}
+def test_a_model_record_with_an_impossible_number_of_layers_is_left_out(layers: Any) -> None:
+    """Readers allocate a list of that length."""
+    body = msgpack.unpackb(MODEL_RECORD.seal(IDENTITY).body) | {"layers": layers}
     assert model_records([notice_of(body, topic=MODELS_TOPIC)]) == []
 
 
@@ -184,7 +184,7 @@ values = st.recursive(
 
 
 @given(st.sampled_from(sorted(RECORD.to_plain())), values)
-def test_any_value_in_any_field_is_a_record_or_an_error(name: str, value: Any) -> None:
+def test_any_value_in_any_field_gives_a_record_or_an_error(name: str, value: Any) -> None:
     try:
         record = PeerRecord.from_plain(RECORD.to_plain() | {name: value})
     except SwarmError:
@@ -197,7 +197,7 @@ def test_random_bodies_are_left_out(body: bytes) -> None:
     assert peer_records([notice_of(body)], MODEL) == []
 
 
-def test_the_places_of_a_peer_are_pinned_to_it_and_those_of_others_left_out() -> None:
+def test_addresses_are_pinned_to_the_peer_and_those_of_other_ids_are_left_out() -> None:
     other = Identity.generate().peer_id
     record = replace(RECORD, addresses=("10.0.0.1:5", f"[::1]:6#{IDENTITY.peer_id}", f"10.0.0.2:7#{other}"))
     assert list(map(str, record.places)) == [f"10.0.0.1:5#{IDENTITY.peer_id}", f"[::1]:6#{IDENTITY.peer_id}"]

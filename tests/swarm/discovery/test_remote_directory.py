@@ -43,7 +43,7 @@ def dead_address() -> Address:
         return Address("127.0.0.1", closed_soon.getsockname()[1])
 
 
-def test_a_look_up_is_answered_by_a_peer_and_its_first_contact_is_listed_as_trusted() -> None:
+def test_a_peer_answers_a_look_up_and_its_address_is_listed_as_trusted() -> None:
     async def test() -> None:
         async with teller() as peer:
             record = await peer.announce(DIGEST)
@@ -58,7 +58,7 @@ def test_a_look_up_is_answered_by_a_peer_and_its_first_contact_is_listed_as_trus
     run(test())
 
 
-def test_a_pinned_peer_is_checked_and_not_listed() -> None:
+def test_a_pinned_peer_is_checked_and_not_listed_as_trusted() -> None:
     async def test() -> None:
         async with teller() as peer:
             directory = PeerDirectory([peer.pinned], hello=HELLO)
@@ -72,7 +72,7 @@ def test_a_pinned_peer_is_checked_and_not_listed() -> None:
     run(test())
 
 
-def test_who_was_trusted_once_is_pinned_from_then_on() -> None:
+def test_a_peer_trusted_at_first_contact_is_pinned_from_then_on() -> None:
     async def test() -> None:
         async with teller() as peer:
             port = peer.listener.port
@@ -85,7 +85,7 @@ def test_who_was_trusted_once_is_pinned_from_then_on() -> None:
     run(test())
 
 
-def test_unreachable_peers_are_named_each_with_its_reason() -> None:
+def test_each_unreachable_peer_is_named_with_its_reason() -> None:
     async def test() -> None:
         gone = [dead_address(), dead_address()]
         with pytest.raises(PeerUnreachable) as caught:
@@ -107,11 +107,11 @@ def test_one_live_peer_among_dead_ones_is_enough() -> None:
     run(test())
 
 
-def test_when_the_first_peer_dies_those_it_told_about_are_asked() -> None:
+def test_when_the_initial_peer_dies_peers_from_its_records_are_asked() -> None:
     async def test() -> None:
-        board = MemoryDirectory()
-        async with teller(board) as second:
-            async with teller(board) as first:
+        shared = MemoryDirectory()
+        async with teller(shared) as second:
+            async with teller(shared) as first:
                 await first.announce(DIGEST)
                 await second.announce(DIGEST)
                 directory = PeerDirectory([first.address], hello=HELLO)
@@ -124,7 +124,7 @@ def test_when_the_first_peer_dies_those_it_told_about_are_asked() -> None:
     run(test())
 
 
-def test_a_peer_that_cannot_answer_is_passed_over_and_the_last_answer_is_told() -> None:
+def test_the_next_peer_is_asked_after_an_error_and_the_last_error_is_raised() -> None:
     async def fail(_: Topic) -> Topic:
         raise DirectoryError("its DHT is down")
 
@@ -151,9 +151,9 @@ def test_forged_stale_and_foreign_notices_are_left_out() -> None:
         foreign = Notice.seal(Identity.generate(), topic=OTHER, body=b"foreign", expires_at=time.time() + 20)
         forged = good.sealed[:-1] + bytes([good.sealed[-1] ^ 1])
 
-        async def lie(told: Topic) -> Topic:
-            sealed = (forged, b"", stale.sealed, foreign.sealed, good.sealed, older.sealed)
-            return Topic(request=told.request, notices=sealed)
+        async def lie(answer: Topic) -> Topic:
+            notices = (forged, b"", stale.sealed, foreign.sealed, good.sealed, older.sealed)
+            return Topic(request=answer.request, notices=notices)
 
         async with teller(topic=lie) as peer:
             directory = PeerDirectory([peer.address], hello=HELLO)
@@ -163,7 +163,7 @@ def test_forged_stale_and_foreign_notices_are_left_out() -> None:
     run(test())
 
 
-def test_it_only_asks() -> None:
+def test_a_peer_directory_is_read_only_and_needs_an_initial_peer() -> None:
     async def test() -> None:
         directory = PeerDirectory([dead_address()], hello=HELLO)
         notice = Notice.seal(Identity.generate(), topic=DIGEST, body=b"", expires_at=time.time() + 20)
@@ -178,7 +178,7 @@ def test_it_only_asks() -> None:
         PeerDirectory([], hello=HELLO)
 
 
-def test_a_bug_is_no_peers_fault() -> None:
+def test_a_bug_surfaces_instead_of_counting_as_an_unreachable_peer() -> None:
     class Broken(Address):
         @property
         def place(self) -> str:
@@ -193,27 +193,27 @@ def test_a_bug_is_no_peers_fault() -> None:
     run(test())
 
 
-async def board_of(*models: tuple[str, str]) -> MemoryDirectory:
-    board = MemoryDirectory()
+async def directory_with(*models: tuple[str, str]) -> MemoryDirectory:
+    directory = MemoryDirectory()
     for digest, name in models:
-        await board.publish(model_record(digest, name).seal(Identity.generate()))
-    return board
+        await directory.publish(model_record(digest, name).seal(Identity.generate()))
+    return directory
 
 
 @pytest.mark.parametrize("wanted", ["toy", "TOY", DIGEST, DIGEST[:8], DIGEST[:8].upper(), DIGEST[:63]])
-def test_a_model_is_found_by_name_digest_or_the_beginning_of_one(wanted: str) -> None:
+def test_a_model_is_found_by_name_digest_or_prefix_of_a_digest(wanted: str) -> None:
     async def test() -> None:
-        board = await board_of((DIGEST, "toy"), (DIGEST, "toy"), ("f" * 64, "another"))
-        assert (await find_model(board, wanted)).digest == DIGEST
+        directory = await directory_with((DIGEST, "toy"), (DIGEST, "toy"), ("f" * 64, "another"))
+        assert (await find_model(directory, wanted)).digest == DIGEST
 
     run(test())
 
 
 @pytest.mark.parametrize("wanted", ["no-such", DIGEST[:7], "e" * 64, ""])
-def test_an_unknown_model_names_what_is_served(wanted: str) -> None:
+def test_the_error_for_an_unknown_model_lists_the_served_models(wanted: str) -> None:
     async def test() -> None:
         with pytest.raises(UnknownModel, match=f"toy .{DIGEST[:12]}"):
-            await find_model(await board_of((DIGEST, "toy")), wanted)
+            await find_model(await directory_with((DIGEST, "toy")), wanted)
         with pytest.raises(UnknownModel, match="serves nothing"):
             await find_model(MemoryDirectory(), wanted)
 
@@ -221,38 +221,39 @@ def test_an_unknown_model_names_what_is_served(wanted: str) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["toy", DIGEST[:8]])
-def test_what_fits_several_models_lists_them(wanted: str) -> None:
+def test_the_error_for_an_ambiguous_name_lists_the_matches(wanted: str) -> None:
     async def test() -> None:
         with pytest.raises(MixedModels, match=f"{DIGEST[:16]}.*{OTHER[:16]}"):
-            await find_model(await board_of((DIGEST, "toy"), (OTHER, "toy")), wanted)
+            await find_model(await directory_with((DIGEST, "toy"), (OTHER, "toy")), wanted)
 
     run(test())
 
 
-def test_a_name_is_not_blocked_by_a_model_that_nobody_serves() -> None:
+def test_models_without_peers_do_not_make_a_name_ambiguous() -> None:
     async def test() -> None:
-        board = await board_of((DIGEST, "toy"), (OTHER, "toy"), *((f"{i:064x}", "toy") for i in range(5)))
+        directory = await directory_with((DIGEST, "toy"), (OTHER, "toy"), *((f"{i:064x}", "toy") for i in range(5)))
         me = Identity.generate()
-        await board.publish(peer_record(me, DIGEST, address=Address("127.0.0.1", 5)).seal(me))
-        assert (await find_model(board, "toy")).digest == DIGEST
-        await board.publish(peer_record(me, OTHER, address=Address("127.0.0.1", 5)).seal(me))
+        await directory.publish(peer_record(me, DIGEST, address=Address("127.0.0.1", 5)).seal(me))
+        assert (await find_model(directory, "toy")).digest == DIGEST
+        await directory.publish(peer_record(me, OTHER, address=Address("127.0.0.1", 5)).seal(me))
         with pytest.raises(MixedModels, match="2 different models"):
-            await find_model(board, "toy")
+            await find_model(directory, "toy")
 
     run(test())
 
 
-def test_a_model_is_described_as_most_of_its_peers_do() -> None:
+def test_a_model_is_described_as_by_most_of_its_peers() -> None:
     async def test() -> None:
-        board = await board_of((DIGEST, "toy"), (DIGEST, "zzz"), (DIGEST, "toy"), (DIGEST, "a lie"), ("short", "toy"))
-        models = served_models(model_records(await board.collect(MODELS_TOPIC)))
+        announced = ((DIGEST, "toy"), (DIGEST, "zzz"), (DIGEST, "toy"), (DIGEST, "a lie"), ("short", "toy"))
+        directory = await directory_with(*announced)
+        models = served_models(model_records(await directory.collect(MODELS_TOPIC)))
         assert [(model.name, model.digest) for model in models] == [("toy", DIGEST)]
         assert models[0].expires_at > time.time()
 
     run(test())
 
 
-def test_a_restarted_peer_shows_once_and_a_leaving_one_still_shows() -> None:
+def test_a_restarted_peer_is_listed_once_and_a_leaving_peer_is_listed() -> None:
     async def test() -> None:
         now = time.time()
         peer, leaving = Identity.generate(), Identity.generate()
@@ -262,7 +263,7 @@ def test_a_restarted_peer_shows_once_and_a_leaving_one_still_shows() -> None:
         last = peer_record(leaving, DIGEST, address=at, state=LEAVING)
         late = peer_record(leaving, DIGEST, address=at, announced_at=now - 60, expires_at=now - 30)
 
-        class NoticeStore(MemoryDirectory):
+        class FixedDirectory(MemoryDirectory):
             async def collect(self, topic: str) -> list[Notice]:
                 return [
                     old.seal(peer),
@@ -270,10 +271,10 @@ def test_a_restarted_peer_shows_once_and_a_leaving_one_still_shows() -> None:
                     old.seal(peer),
                     late.seal(leaving),
                     last.seal(leaving),
-                    new.seal(Identity.generate()),  # about somebody else
+                    new.seal(Identity.generate()),  # a record about another peer than its author
                 ]
 
-        found = await find_peers(NoticeStore(), DIGEST, now=now)
+        found = await find_peers(FixedDirectory(), DIGEST, now=now)
         assert {(record.peer_id, record.incarnation, record.state) for record in found} == {
             (peer.peer_id, 2, "serving"),
             (leaving.peer_id, 1, "leaving"),
@@ -282,7 +283,7 @@ def test_a_restarted_peer_shows_once_and_a_leaving_one_still_shows() -> None:
     run(test())
 
 
-def test_closing_while_a_connection_is_made_leaves_none() -> None:
+def test_closing_while_a_connection_is_opened_closes_it() -> None:
     async def test() -> None:
         async with teller() as peer:
             directory = PeerDirectory([peer.address], hello=HELLO)
@@ -295,7 +296,7 @@ def test_closing_while_a_connection_is_made_leaves_none() -> None:
     run(test())
 
 
-def test_a_refusal_of_the_last_peer_is_what_the_asker_sees() -> None:
+def test_the_error_of_the_only_peer_is_raised() -> None:
     async def fail(_: Topic) -> Topic:
         raise PeerFailed("no room")
 

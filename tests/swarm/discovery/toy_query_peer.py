@@ -1,4 +1,4 @@
-"""A peer that only answers questions, over real sockets in this process; tests make it lie, stall or die."""
+"""A peer that only answers queries, on a real socket in this process. Tests make it lie, stall or die."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def dying_at(offset: int) -> Piece:
 
 @dataclass(kw_only=True)
 class Teller:
-    """One peer. `asked` lists what files it was asked for, as (hash, offset)."""
+    """One peer. `requests` lists the pieces of files that it was asked for, as (SHA-256, offset)."""
 
     identity: Identity
     listener: Listener
     directory: MemoryDirectory
     name: str = ""
     span: LayerRange = field(default_factory=lambda: LayerRange(0, LAYERS))
-    asked: list[tuple[str, int]] = field(default_factory=list)
+    requests: list[tuple[str, int]] = field(default_factory=list)
     topics: list[str] = field(default_factory=list)
     connections: int = 0
 
@@ -81,8 +81,8 @@ class Teller:
         return Address("127.0.0.1", self.listener.port, self.identity.peer_id)
 
     def record(self, model: str, **changes: object) -> PeerRecord:
-        ours: dict[str, object] = {"name": self.name, "span": self.span, "holds": (self.span,)}
-        return peer_record(self.identity, model, address=self.address, **(ours | changes))
+        own: dict[str, object] = {"name": self.name, "span": self.span, "holds": (self.span,)}
+        return peer_record(self.identity, model, address=self.address, **(own | changes))
 
     async def announce(self, model: str, **changes: object) -> PeerRecord:
         record = self.record(model, **changes)
@@ -104,11 +104,11 @@ async def teller(
     piece: Piece = honest,
     topic: Callable[[Topic], Awaitable[Topic]] | None = None,
 ) -> AsyncIterator[Teller]:
-    """`manifest` is sent whatever is asked for; `files` are by SHA-256."""
-    identity, board, shared_files = identity or Identity.generate(), directory or MemoryDirectory(), files or {}
+    """A peer that answers every AskManifest with `manifest`. `files` are by SHA-256."""
+    identity, published, shared_files = identity or Identity.generate(), directory or MemoryDirectory(), files or {}
 
     async def handle(stream: Stream) -> None:
-        it.connections += 1
+        peer.connections += 1
         answers: set[asyncio.Task[None]] = set()
         try:
             while True:
@@ -118,45 +118,45 @@ async def teller(
                 task.cancel()
             await asyncio.gather(*answers, return_exceptions=True)
 
-    async def answer(stream: Stream, question: object) -> None:
+    async def answer(stream: Stream, query: object) -> None:
         try:
-            match question:
+            match query:
                 case Ping():
-                    stream.send(Pong(request=question.request, time=time.time()))
+                    stream.send(Pong(request=query.request, time=time.time()))
                 case AskTopic():
-                    it.topics.append(question.topic)
-                    sealed = tuple(notice.sealed for notice in await board.collect(question.topic))
-                    told = Topic(request=question.request, notices=sealed)
-                    stream.send(await topic(told) if topic else told)
+                    peer.topics.append(query.topic)
+                    notices = tuple(notice.sealed for notice in await published.collect(query.topic))
+                    found = Topic(request=query.request, notices=notices)
+                    stream.send(await topic(found) if topic else found)
                 case AskManifest():
-                    stream.send(ManifestFile(request=question.request, raw=manifest))
+                    stream.send(ManifestFile(request=query.request, raw=manifest))
                 case AskFile():
-                    it.asked.append((question.sha256, question.offset))
-                    if question.sha256 not in shared_files:
+                    peer.requests.append((query.sha256, query.offset))
+                    if query.sha256 not in shared_files:
                         raise UnknownModel("no such file here")
-                    data = shared_files[question.sha256][question.offset : question.offset + question.length]
-                    stream.send(FilePiece(request=question.request, data=await piece(question, data)))
+                    data = shared_files[query.sha256][query.offset : query.offset + query.length]
+                    stream.send(FilePiece(request=query.request, data=await piece(query, data)))
                     await stream.drain()
         except SwarmError as error:
-            assert isinstance(question, AskTopic | AskFile)
-            stream.send(error_to_failure(error, request=question.request))
+            assert isinstance(query, AskTopic | AskFile)
+            stream.send(error_to_failure(error, request=query.request))
         except ConnectionError:
-            await it.listener.close()
+            await peer.listener.close()
 
     def hello() -> Hello:
         return Hello(protocol=PROTOCOL_VERSION, software="test", role="peer", incarnation=incarnation)
 
     listener = await listen("127.0.0.1", port, identity, hello, handle)
-    it = Teller(identity=identity, listener=listener, directory=board, name=name)
-    it.span = span or it.span
+    peer = Teller(identity=identity, listener=listener, directory=published, name=name)
+    peer.span = span or peer.span
     try:
-        yield it
+        yield peer
     finally:
         await listener.close()
 
 
 def toy_files(scale: int = 1) -> dict[str, bytes]:
-    """File names and contents of a package of three layers; the biggest is `scale` KiB and a bit."""
+    """Contents by file name of a package with three layers of a little more than `scale` KiB each."""
     contents = {"embed.bin": b"E" * 100, "head.bin": b"H" * 70, "openvino_tokenizer.xml": b"", "tokenizer.bin": b"T"}
     for layer in range(LAYERS):
         contents[f"{layer_part(layer)}.bin"] = bytes([65 + layer]) * (scale << 10) + b"end"

@@ -9,47 +9,47 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import ConfigError
-from swarm.model.balance import balanced_spans, head_in_layers, work
+from swarm.model.balance import balanced_spans, head_cost_in_layers, work
 from swarm.model.manifest import Manifest, even_grid
 from swarm.model.spans import LayerRange
-from tests.swarm.model.test_memory_footprint import model as of_sizes
+from tests.swarm.model.test_memory_footprint import model as model_of_sizes
 
 
 def model(layers: int = 30, *, layer: int = 2_195_000, weights: str = "int4", vocab: int = 49_152) -> Manifest:
-    """SmolLM2-135M where nothing else is said."""
-    sized = of_sizes(576, weights, [layer] * layers, 1, 1)
+    """SmolLM2-135M by default."""
+    sized = model_of_sizes(576, weights, [layer] * layers, 1, 1)
     return replace(sized, vocab_size=vocab, grid=even_grid(layers))
 
 
-def test_the_head_of_a_small_model_is_as_much_as_eight_layers_and_nothing_where_nothing_is_known() -> None:
-    assert head_in_layers(model()) == pytest.approx(8, abs=0.3)
-    assert head_in_layers(model(layer=7_100_000, weights="f16")) == pytest.approx(8, abs=0.3)
-    assert head_in_layers(model(layer=0)) == 0
+def test_the_head_of_a_small_model_costs_eight_layers_and_nothing_without_weight_files() -> None:
+    assert head_cost_in_layers(model()) == pytest.approx(8, abs=0.3)
+    assert head_cost_in_layers(model(layer=7_100_000, weights="f16")) == pytest.approx(8, abs=0.3)
+    assert head_cost_in_layers(model(layer=0)) == 0
     assert work(model(), LayerRange(0, 15)) == 15
     assert work(model(), LayerRange(15, 30)) == pytest.approx(23, abs=0.3)
 
 
-def test_halves_are_halves_of_the_work() -> None:
+def test_spans_are_balanced_by_cost() -> None:
     assert [str(span) for span in balanced_spans(model(), 2)] == ["0:19", "19:30"]
     assert [str(span) for span in balanced_spans(model(vocab=100), 2)] == ["0:15", "15:30"]
     assert [str(span) for span in balanced_spans(model(), 3, grid=range(31))] == ["0:13", "13:26", "26:30"]
 
 
-@given(layers=st.integers(1, 40), ways=st.integers(1, 9), vocab=st.integers(1, 200_000))
-def test_no_other_cut_on_the_grid_has_less_for_the_busiest(layers: int, ways: int, vocab: int) -> None:
+@given(layers=st.integers(1, 40), count=st.integers(1, 9), vocab=st.integers(1, 200_000))
+def test_no_other_cut_on_the_grid_has_a_smaller_largest_cost(layers: int, count: int, vocab: int) -> None:
     manifest = model(layers, vocab=vocab)
     grid = manifest.grid
-    if ways >= len(grid):
-        with pytest.raises(ConfigError, match=str(ways)):
-            balanced_spans(manifest, ways)
+    if count >= len(grid):
+        with pytest.raises(ConfigError, match=str(count)):
+            balanced_spans(manifest, count)
         return
-    spans = balanced_spans(manifest, ways)
-    assert len(spans) == ways
+    spans = balanced_spans(manifest, count)
+    assert len(spans) == count
     assert (spans[0].first, spans[-1].last) == (0, layers)
     assert all(before.last == after.first for before, after in pairwise(spans))
     assert {span.first for span in spans} <= set(grid)
     others = [
         max(work(manifest, LayerRange(a, b)) for a, b in pairwise((0, *cuts, layers)))
-        for cuts in itertools.combinations(grid[1:-1], ways - 1)
+        for cuts in itertools.combinations(grid[1:-1], count - 1)
     ]
     assert max(work(manifest, span) for span in spans) == pytest.approx(min(others))

@@ -44,7 +44,7 @@ def a_manifest(**values: Any) -> Manifest:
         name: (entry(f"{name}.xml"), entry(f"{name}.bin", 100)) for name in map(layer_part, range(LAYERS))
     }
     parts |= {EMBED: (entry("embed.bin", 1000),), HEAD: (entry("head.bin", 2000),), TOKENIZER: (entry("tok.bin"),)}
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "name": "tiny",
         "architecture": "llama",
         "source": "file.gguf",
@@ -58,22 +58,22 @@ def a_manifest(**values: Any) -> Manifest:
         "grid": even_grid(LAYERS),
         "parts": parts,
     }
-    return Manifest(**(given | values))
+    return Manifest(**(fields | values))
 
 
 def changed(**values: Any) -> bytes:
     return json.dumps(json.loads(a_manifest().to_json()) | values).encode()
 
 
-def test_a_manifest_comes_back_as_it_was_and_keeps_its_digest() -> None:
+def test_a_manifest_survives_a_round_trip_with_its_digest() -> None:
     manifest = a_manifest()
-    back = Manifest.from_json(manifest.to_json())
-    assert back == manifest
-    assert back.to_json() == manifest.to_json()
-    assert back.digest == manifest.digest == hashlib.sha256(manifest.to_json()).hexdigest()
+    read_again = Manifest.from_json(manifest.to_json())
+    assert read_again == manifest
+    assert read_again.to_json() == manifest.to_json()
+    assert read_again.digest == manifest.digest == hashlib.sha256(manifest.to_json()).hexdigest()
 
 
-def test_whatever_differs_changes_the_digest() -> None:
+def test_each_difference_changes_the_digest() -> None:
     different = [a_manifest(), a_manifest(name="else"), a_manifest(weights="int4"), a_manifest(eos_token_ids=(2, 3))]
     assert len({manifest.digest for manifest in different}) == len(different)
 
@@ -114,19 +114,19 @@ def test_the_order_of_parts_does_not_change_the_digest() -> None:
         ({"parts": []}, "cannot be read"),
     ],
 )
-def test_what_is_wrong_in_a_manifest_is_named(values: dict[str, Any], named: str) -> None:
+def test_the_error_names_the_invalid_value_of_a_manifest(values: dict[str, Any], named: str) -> None:
     with pytest.raises(PackageError) as caught:
         Manifest.from_json(changed(**values))
     assert named in str(caught.value)
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"5", b'"text"', b"\xff", b"[" * 100_000, b"{}", b"9" * 5000])
-def test_bytes_that_are_no_manifest_are_refused(raw: bytes) -> None:
+def test_bytes_that_are_not_a_manifest_are_refused(raw: bytes) -> None:
     with pytest.raises(PackageError):
         Manifest.from_json(raw)
 
 
-def test_a_manifest_over_the_limit_is_not_even_read() -> None:
+def test_a_manifest_over_the_size_limit_is_refused() -> None:
     with pytest.raises(PackageError, match="over the limit"):
         Manifest.from_json(bytes(MAX_MANIFEST_BYTES + 1))
 
@@ -138,7 +138,7 @@ json_values = st.recursive(
 
 
 @given(st.sampled_from(sorted(json.loads(a_manifest().to_json()))), json_values)
-def test_any_value_in_any_field_is_a_manifest_or_an_error(name: str, value: Any) -> None:
+def test_any_value_in_any_field_gives_a_manifest_or_an_error(name: str, value: Any) -> None:
     try:
         manifest = Manifest.from_json(changed(**{name: value}))
     except PackageError:
@@ -147,7 +147,7 @@ def test_any_value_in_any_field_is_a_manifest_or_an_error(name: str, value: Any)
 
 
 @pytest.mark.parametrize("path", ["", ".", "..", "/", "/etc/passwd", "../up", "a/b", "a\\b", "manifest.json"])
-def test_a_file_of_a_package_has_a_plain_name(path: str) -> None:
+def test_a_path_that_is_not_a_plain_file_name_is_refused(path: str) -> None:
     with pytest.raises(PackageError, match="is not a plain file name"):
         entry(path)
 
@@ -155,12 +155,12 @@ def test_a_file_of_a_package_has_a_plain_name(path: str) -> None:
 @pytest.mark.parametrize(
     ("size", "sha256"), [(-1, "0" * 64), (1.5, "0" * 64), (1, "0" * 63), (1, "G" * 64), (1, "A" * 64)]
 )
-def test_size_and_hash_are_checked(size: Any, sha256: str) -> None:
+def test_an_invalid_size_or_hash_is_refused(size: Any, sha256: str) -> None:
     with pytest.raises(PackageError):
         FileEntry(path="file.bin", size=size, sha256=sha256)
 
 
-def test_a_span_takes_its_ends_with_it() -> None:
+def test_a_span_at_an_end_includes_the_embedding_or_the_head() -> None:
     manifest = a_manifest()
     assert manifest.span == LayerRange(0, 4)
     assert manifest.span_parts(LayerRange(0, 2)) == ["embed", "layer_000", "layer_001"]
@@ -179,22 +179,22 @@ def test_a_file_that_two_parts_share_is_listed_once() -> None:
 
 
 @given(st.integers(1, 200), st.integers(1, 20))
-def test_a_grid_ascends_from_end_to_end(layers: int, ways: int) -> None:
-    grid = even_grid(layers, ways)
+def test_a_grid_ascends_from_0_to_the_layer_count_in_even_steps(layers: int, spans: int) -> None:
+    grid = even_grid(layers, spans)
     assert grid[0] == 0
     assert grid[-1] == layers
-    assert len(grid) == min(ways, layers) + 1
+    assert len(grid) == min(spans, layers) + 1
     lengths = [b - a for a, b in itertools.pairwise(grid)]
     assert max(lengths) - min(lengths) <= 1
 
 
-def test_files_are_compared_with_what_the_manifest_says(tmp_path: Path) -> None:
+def test_files_that_match_the_manifest_pass_the_check(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"hello")
     described = describe_file(tmp_path / "a.bin")
     assert described == FileEntry(path="a.bin", size=5, sha256=hashlib.sha256(b"hello").hexdigest())
-    heard: list[int] = []
-    check_files(tmp_path, [described], heard.append)
-    assert heard == [5]
+    progress: list[int] = []
+    check_files(tmp_path, [described], progress.append)
+    assert progress == [5]
     assert sha256_of(tmp_path / "a.bin") == described.sha256
 
 
@@ -212,7 +212,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes | None, reason: 
     assert "fetch or export it again" in str(caught.value)
 
 
-def test_a_package_is_loaded_by_its_manifest(tmp_path: Path) -> None:
+def test_the_manifest_of_a_package_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(PackageError, match="is not a model package"):
         load_manifest(tmp_path)
     (tmp_path / MANIFEST).write_bytes(a_manifest().to_json())
@@ -238,11 +238,11 @@ def test_a_bare_word_is_a_name_unless_it_is_a_package(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "a/b", ".", Path("nowhere")])
-def test_a_path_is_a_path_whether_it_is_there_or_not(path: str | Path) -> None:
+def test_a_path_is_a_path_whether_it_exists_or_not(path: str | Path) -> None:
     assert package_folder(path) == Path(path)
 
 
-def test_a_home_is_found() -> None:
+def test_a_tilde_is_expanded() -> None:
     assert package_folder("~/model") == Path.home() / "model"
 
 
@@ -252,7 +252,7 @@ def with_static(spec: StaticSpec) -> Manifest:
     return a_manifest(parts={**plain.parts, **static}, static=spec)
 
 
-def test_a_manifest_without_static_graphs_says_nothing_of_them() -> None:
+def test_a_manifest_without_static_graphs_omits_them() -> None:
     assert b"static" not in a_manifest().to_json()
     with pytest.raises(PackageError, match=r"tiny .* has no static graphs"):
         a_manifest().static_parts(LayerRange(0, 1))
@@ -266,13 +266,13 @@ def test_static_graphs_are_part_of_the_digest() -> None:
     assert len({m.digest for m in (manifest, *others)}) == 4
 
 
-def test_a_static_manifest_lacks_no_layers_graphs() -> None:
+def test_a_manifest_with_static_graphs_needs_them_for_all_layers() -> None:
     with pytest.raises(PackageError, match="lacks the parts static_000, static_001"):
         a_manifest(static=StaticSpec(context=64, chunk=8))
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
+    ("sizes", "name"),
     [
         ({"context": 1, "chunk": 2}, "context is 1"),
         ({"context": 1 << 40, "chunk": 2}, "context is"),
@@ -285,15 +285,15 @@ def test_a_static_manifest_lacks_no_layers_graphs() -> None:
         ({"context": 64, "chunk": 8, "sinks": None}, "sinks is None"),
     ],
 )
-def test_sizes_of_static_graphs_that_cannot_be_are_named(given: dict[str, Any], name: str) -> None:
+def test_an_invalid_size_of_static_graphs_is_named(sizes: dict[str, Any], name: str) -> None:
     with pytest.raises(PackageError, match=name):
-        StaticSpec(**given)
+        StaticSpec(**sizes)
     raw = a_manifest().to_json().decode()
     with pytest.raises(PackageError, match=name):
-        Manifest.from_json(raw.replace('{"arch', json.dumps({"static": given})[:-1] + ',"arch', 1).encode())
+        Manifest.from_json(raw.replace('{"arch', json.dumps({"static": sizes})[:-1] + ',"arch', 1).encode())
 
 
-def test_layers_that_read_each_others_cache_are_kept_in_one_span() -> None:
+def test_layers_that_share_keys_and_values_must_be_in_one_span() -> None:
     layers = LAYERS
     manifest = a_manifest(together=((1, layers),), grid=(0, 1, layers))
     assert Manifest.from_json(manifest.to_json()) == manifest
@@ -302,12 +302,12 @@ def test_layers_that_read_each_others_cache_are_kept_in_one_span() -> None:
         manifest.span_parts(LayerRange(0, 2))
 
 
-def test_a_grid_that_divides_such_layers_is_refused() -> None:
+def test_a_grid_that_divides_layers_which_must_stay_together_is_refused() -> None:
     with pytest.raises(PackageError, match=rf"the grid's boundary 2 divides layers 1:{LAYERS}"):
         a_manifest(together=((1, LAYERS),), grid=(0, 1, 2, LAYERS))
 
 
-def test_what_a_manifest_does_not_say_leaves_its_digest_as_it_was() -> None:
+def test_unset_optional_fields_are_omitted_and_do_not_change_the_digest() -> None:
     plain = json.loads(a_manifest().to_json())
     assert "together" not in plain
     assert "experts" not in plain["layers"][0]

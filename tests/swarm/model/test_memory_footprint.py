@@ -44,18 +44,18 @@ def model(hidden: int, weights: str, layers: list[int], embed: int, head: int) -
         (WIDE_F16, "5:6", "f32", 317.6, 334.9),
     ],
 )
-def test_a_measured_span_is_foretold_and_never_by_less(
+def test_the_estimate_is_at_least_the_measured_memory_of_a_span(
     shape: tuple[int, str, list[int], int, int], span: str, kv: str, engine: float, after_a_chunk: float
 ) -> None:
-    """MiB beside an empty peer, which has slack for 2.8; `after_a_chunk` of 128 tokens, their KV not counted."""
+    """Measured MiB without an empty peer (estimated 2.8 too high); `after_a_chunk` of 128 tokens, without KV."""
     manifest = model(*shape)
     weights = weight_bytes(manifest, LayerRange.parse(span), kv)
-    embedding = shape[3] * span.startswith("0:")  # counted in full, for it may become resident
+    embedding = shape[3] * span.startswith("0:")  # counted in full, because it may become resident
     assert (engine - 2.8) * MIB <= weights <= (engine + 12) * MIB * 1.2 + embedding
     assert after_a_chunk * MIB - 2.8 * MIB <= weights + step_bytes(manifest.hidden_size)
 
 
-def test_a_small_matrix_is_packed_twice_in_accuracy_only_and_a_large_one_once() -> None:
+def test_small_matrices_are_packed_twice_in_accuracy_mode_only_and_large_ones_once() -> None:
     assert layer_bytes(2_000_000, "int4", "f32") > layer_bytes(2_000_000, "int4", "u8")
     assert layer_bytes(2_000_000, "int4", "odd") == layer_bytes(2_000_000, "int4", "f32")
     assert len({layer_bytes(2_000_000, "int4", kv) for kv in ("u8", "f16", "bf16", "u8+i8")}) == 1
@@ -63,14 +63,14 @@ def test_a_small_matrix_is_packed_twice_in_accuracy_only_and_a_large_one_once() 
     assert layer_bytes(30_000_000, "f16", "f32") > layer_bytes(30_000_000, "f16", "u8")
 
 
-def test_a_cache_of_eight_bits_takes_less_and_an_unknown_one_counts_as_f32() -> None:
+def test_a_cache_of_fewer_bits_takes_less_and_an_unknown_precision_counts_as_f32() -> None:
     assert kv_bytes(100, "u8") < kv_bytes(100, "f16") < kv_bytes(100, "f32") == kv_bytes(100, "odd")
     assert kv_bytes(100, "u8+f16") == kv_bytes(100, "f16")
 
 
 @pytest.mark.parametrize(
-    ("size", "words"),
+    ("size", "text"),
     [(0, "0 B"), (900, "900 B"), (1_000_000, "1.0 MB"), (127_000_000, "127 MB"), (32 * 10**8, "3.2 GB")],
 )
-def test_a_size_is_never_told_as_nothing(size: int, words: str) -> None:
-    assert in_words(size) == words
+def test_a_small_size_is_not_rounded_to_zero(size: int, text: str) -> None:
+    assert in_words(size) == text

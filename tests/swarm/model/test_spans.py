@@ -19,7 +19,7 @@ def layers_of(ranges: list[LayerRange]) -> set[int]:
 
 
 @given(spans)
-def test_a_range_is_read_as_it_is_written(span: LayerRange) -> None:
+def test_a_range_survives_a_round_trip_through_text(span: LayerRange) -> None:
     assert LayerRange.parse(str(span)) == span
     assert LayerRange.parse(f"  {span} ") == span
     assert len(span) == len(list(span)) == span.last - span.first
@@ -28,14 +28,14 @@ def test_a_range_is_read_as_it_is_written(span: LayerRange) -> None:
 @pytest.mark.parametrize(
     "text", ["", "5", ":", "1:", ":1", "a:b", "1-2", "1:2:3", "-1:2", "1.0:2", "1 :2", "9999999:1"]
 )
-def test_a_text_that_is_no_range_is_quoted(text: str) -> None:
+def test_an_invalid_range_is_quoted_in_the_error(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a layer range; write it as A:B") as caught:
         LayerRange.parse(text)
     assert repr(text) in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["3:3", "4:3", "0:0"])
-def test_a_range_is_never_empty(text: str) -> None:
+def test_an_empty_range_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=f"{text} is empty"):
         LayerRange.parse(text)
 
@@ -52,14 +52,14 @@ def test_overlap_is_the_layers_in_both(a: LayerRange, b: LayerRange) -> None:
 
 
 @given(many)
-def test_a_union_has_the_same_layers_and_nothing_touches(ranges: list[LayerRange]) -> None:
+def test_a_union_has_the_same_layers_and_its_ranges_do_not_touch(ranges: list[LayerRange]) -> None:
     merged = union(ranges)
     assert layers_of(merged) == layers_of(ranges)
     assert all(a.last < b.first for a, b in itertools.pairwise(merged))
 
 
 @given(many, st.integers(0, LAYERS))
-def test_gaps_are_the_layers_that_nobody_serves(ranges: list[LayerRange], layers: int) -> None:
+def test_gaps_are_the_layers_without_a_range(ranges: list[LayerRange], layers: int) -> None:
     missing = gaps(ranges, layers)
     assert layers_of(missing) == set(range(layers)) - layers_of(ranges)
     assert missing == union(missing)

@@ -1,4 +1,4 @@
-"""Routes over small swarms: the search against brute force, and what a plan says about itself."""
+"""Routes over small swarms: the search against brute force, costs, reasons and plans after failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange
 from swarm.routing.choose import choose_route, explain_difference, replan
 from swarm.routing.plan import OBJECTIVES, Plan, RouteRequest
-from swarm.routing.shortest_path import Ways, stops
+from swarm.routing.shortest_path import RouteCosts, boundaries
 from swarm.transport.link import LinkQuality
 
 EXACT, FAST = Numerics.parse("f32/f32"), Numerics.parse("bf16/u8")
@@ -53,45 +53,45 @@ def peer(name: str, span: str, **changes: object) -> PeerRecord:
     return replace(record, **changes)  # type: ignore[arg-type]
 
 
-def near(records: Sequence[PeerRecord], rtt_s: float = 2 * MS) -> dict[str, LinkQuality]:
+def links_to(records: Sequence[PeerRecord], rtt_s: float = 2 * MS) -> dict[str, LinkQuality]:
     return {record.peer_id: LinkQuality(rtt_s=rtt_s, bytes_per_s=1e8) for record in records}
 
 
-def route_of(
+def plan_of(
     records: Sequence[PeerRecord],
     request: RouteRequest = REQUEST,
     links: Mapping[str, LinkQuality] | None = None,
     banned: Mapping[str, float] | None = None,
 ) -> Plan:
-    return choose_route(records, request, links=near(records) if links is None else links, now=NOW, banned=banned)
+    return choose_route(records, request, links=links_to(records) if links is None else links, now=NOW, banned=banned)
 
 
 # -- the search against brute force --------------------------------------------------------------------------------
 
 
 def every_route(records: Sequence[PeerRecord], request: RouteRequest) -> Iterator[list[tuple[PeerRecord, LayerRange]]]:
-    """All of them, with each peer at most once, by plain recursion."""
+    """All routes with each peer at most once, by plain recursion."""
 
-    def onward(at: int, used: tuple[str, ...]) -> Iterator[list[tuple[PeerRecord, LayerRange]]]:
-        if at == request.layers:
+    def continuations(start: int, used: tuple[str, ...]) -> Iterator[list[tuple[PeerRecord, LayerRange]]]:
+        if start == request.layers:
             yield []
         for record in records:
-            if record.peer_id not in used and at in stops(record):
-                for stop in stops(record):
-                    if stop > at:
-                        for rest in onward(stop, (*used, record.peer_id)):
-                            yield [(record, LayerRange(at, stop)), *rest]
+            if record.peer_id not in used and start in boundaries(record):
+                for end in boundaries(record):
+                    if end > start:
+                        for rest in continuations(end, (*used, record.peer_id)):
+                            yield [(record, LayerRange(start, end)), *rest]
 
-    yield from onward(0, ())
+    yield from continuations(0, ())
 
 
 def cheapest(records: Sequence[PeerRecord], request: RouteRequest, links: Mapping[str, LinkQuality]) -> float:
-    ways = Ways(request, links)
-    costs = [math.inf]
-    for steps in every_route(records, request):
-        if request.allow_mixed or len({record.numerics for record, _ in steps}) == 1:
-            costs.append(ways.route(steps).cost_s)
-    return min(costs)
+    costs = RouteCosts(request, links)
+    totals = [math.inf]
+    for hops in every_route(records, request):
+        if request.allow_mixed or len({record.numerics for record, _ in hops}) == 1:
+            totals.append(costs.route(hops).cost_s)
+    return min(totals)
 
 
 times = st.sampled_from([0.0, 0.5 * MS, 1 * MS, 3 * MS, 10 * MS])
@@ -99,8 +99,8 @@ link_times = st.sampled_from([0.0, 1 * MS, 7 * MS, 40 * MS])
 
 
 @st.composite
-def swarms(draw: st.DrawFn, most: int = 5) -> tuple[list[PeerRecord], dict[str, LinkQuality]]:
-    count = draw(st.integers(0, most))
+def swarms(draw: st.DrawFn, max_peers: int = 5) -> tuple[list[PeerRecord], dict[str, LinkQuality]]:
+    count = draw(st.integers(0, max_peers))
     names = [f"p{i}" for i in range(count)]
     records = []
     for name in names:
@@ -145,7 +145,7 @@ requests = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(swarms(), requests)
-def test_the_route_is_the_best_of_all_and_is_found_if_there_is_one(
+def test_the_route_is_the_cheapest_of_all_and_is_found_if_one_exists(
     swarm: tuple[list[PeerRecord], dict[str, LinkQuality]], request: RouteRequest
 ) -> None:
     records, links = swarm
@@ -173,7 +173,7 @@ def test_hops_join_from_first_to_last_layer_without_banned_peers_or_mixed_numeri
     assert hops[0].span.first == 0
     assert hops[-1].span.last == LAYERS
     assert all(a.span.last == b.span.first for a, b in pairwise(hops))
-    assert all({hop.span.first, hop.span.last} <= set(stops(hop.record)) for hop in hops)
+    assert all({hop.span.first, hop.span.last} <= set(boundaries(hop.record)) for hop in hops)
     assert len(set(plan.route.peer_ids)) == len(hops)
     for route in [plan.route, *(a.route for a in plan.alternatives if a.route)]:
         assert not banned & set(route.peer_ids)
@@ -183,7 +183,7 @@ def test_hops_join_from_first_to_last_layer_without_banned_peers_or_mixed_numeri
 
 @settings(max_examples=80, deadline=None)
 @given(swarms(), requests)
-def test_one_more_peer_never_makes_the_best_route_worse(
+def test_one_more_peer_never_makes_the_route_dearer(
     swarm: tuple[list[PeerRecord], dict[str, LinkQuality]], request: RouteRequest
 ) -> None:
     records, links = swarm
@@ -230,39 +230,39 @@ def test_a_seed_costs_no_more_than_the_stated_spread(
 
 @settings(max_examples=150, deadline=None)
 @given(swarms(), requests, st.integers(0, 4))
-def test_a_new_plan_stays_within_the_margin_and_never_uses_the_lost_hop(
-    swarm: tuple[list[PeerRecord], dict[str, LinkQuality]], request: RouteRequest, which: int
+def test_a_replanned_route_stays_within_the_margin_and_never_uses_the_failed_peer(
+    swarm: tuple[list[PeerRecord], dict[str, LinkQuality]], request: RouteRequest, index: int
 ) -> None:
     records, links = swarm
     try:
         plan = choose_route(records, request, links=links, now=NOW, explain=False)
-        lost = plan.route.peer_ids[which % len(plan.route.hops)]
-        again = replan(plan, now=NOW, banned={lost: 1.0})
+        failed = plan.route.peer_ids[index % len(plan.route.hops)]
+        new_plan = replan(plan, now=NOW, banned={failed: 1.0})
     except NotCovered:
         return
-    assert lost not in again.route.peer_ids
-    rest = [record for record in records if record.peer_id != lost]
+    assert failed not in new_plan.route.peer_ids
+    others = [record for record in records if record.peer_id != failed]
     if not request.allow_mixed:
-        rest = [record for record in rest if record.numerics == plan.route.numerics]
-    best = cheapest(rest, request, links)
-    assert again.route.cost_s <= best * (1 + request.keep_margin) + 1e-12
-    assert request.allow_mixed or again.route.numerics == plan.route.numerics
+        others = [record for record in others if record.numerics == plan.route.numerics]
+    best = cheapest(others, request, links)
+    assert new_plan.route.cost_s <= best * (1 + request.keep_margin) + 1e-12
+    assert request.allow_mixed or new_plan.route.numerics == plan.route.numerics
 
 
-def test_a_swarm_of_hundreds_is_routed_and_its_entries_are_used() -> None:
+def test_a_swarm_of_hundreds_of_peers_is_routed_and_entries_are_used() -> None:
     records = [peer(f"p{i:03}", f"{i % 4}:{i % 4 + 3}", entries=(i % 4 + 1, i % 4 + 2)) for i in range(300)]
-    plan = choose_route(records, REQUEST, links=near(records), now=NOW, explain=False)
+    plan = choose_route(records, REQUEST, links=links_to(records), now=NOW, explain=False)
     assert [hop.span for hop in plan.route.hops] == [LayerRange(0, 3), LayerRange(3, 6)]
 
 
 # -- costs ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_cost_of_each_hop_is_its_way_in_its_computing_and_its_queue() -> None:
+def test_the_cost_of_each_hop_is_its_link_its_computing_and_its_queue() -> None:
     a = peer("a", "0:2", links={"id-b": LinkQuality(rtt_s=6 * MS, bytes_per_s=2304e3)})
     b = peer("b", "2:6", queue=2, layer_time_s=2 * MS)
     links = {"id-a": LinkQuality(rtt_s=2 * MS, bytes_per_s=4e3), "id-b": LinkQuality(rtt_s=10 * MS)}
-    plan = route_of([a, b], links=links)
+    plan = plan_of([a, b], links=links)
     first, second = (hop.cost for hop in plan.route.hops)
     assert first.latency_s == pytest.approx(1 * MS)
     assert first.transfer_s == pytest.approx(1 * MS)
@@ -275,73 +275,73 @@ def test_the_cost_of_each_hop_is_its_way_in_its_computing_and_its_queue() -> Non
     assert plan.route.cost_s == pytest.approx((4 + 28 + 5) * MS)
 
 
-def test_a_chunk_of_a_prompt_costs_by_its_tokens_and_at_least_one_step() -> None:
+def test_a_prefill_chunk_costs_by_its_tokens_and_at_least_one_decode_step() -> None:
     whole = peer("a", "0:6", layer_time_s=4 * MS, prefill_time_s=1 * MS)
-    costs = {n: route_of([whole], replace(REQUEST, tokens=n)).route.hops[0].cost.compute_s for n in (1, 2, 64)}
+    costs = {n: plan_of([whole], replace(REQUEST, tokens=n)).route.hops[0].cost.compute_s for n in (1, 2, 64)}
     assert costs == pytest.approx({1: 24 * MS, 2: 24 * MS, 64: 384 * MS})
 
 
-def test_an_unreachable_next_hop_is_relayed_by_the_client_over_both_legs() -> None:
+def test_an_unreachable_next_hop_is_relayed_and_costs_both_links_to_the_client() -> None:
     a = peer("a", "0:3", links={"id-b": LinkQuality(rtt_s=math.inf)})
     b = peer("b", "3:6", links={"id-a": LinkQuality(rtt_s=1 * MS)})
     links = {
         "id-a": LinkQuality(rtt_s=4 * MS, bytes_per_s=2304e3),
         "id-b": LinkQuality(rtt_s=8 * MS, bytes_per_s=1152e3),
     }
-    hop = route_of([a, b], links=links).route.hops[1]
+    hop = plan_of([a, b], links=links).route.hops[1]
     assert hop.relayed
     assert hop.cost.latency_s == pytest.approx(6 * MS)
     assert hop.cost.transfer_s == pytest.approx(3 * MS)
 
 
-def test_a_way_measured_only_backwards_counts_as_symmetric() -> None:
+def test_a_link_measured_only_by_the_receiver_counts_as_symmetric() -> None:
     b = peer("b", "3:6", links={"id-a": LinkQuality(rtt_s=1 * MS)})
-    hop = route_of([peer("a", "0:3"), b]).route.hops[1]
+    hop = plan_of([peer("a", "0:3"), b]).route.hops[1]
     assert not hop.relayed
     assert hop.cost.latency_s == pytest.approx(0.5 * MS)
 
 
-def test_being_unreachable_backwards_is_no_reason_to_relay() -> None:
+def test_a_sender_that_the_receiver_cannot_reach_is_no_reason_to_relay() -> None:
     b = peer("b", "3:6", links={"id-a": LinkQuality(rtt_s=math.inf)})
-    hop = route_of([peer("a", "0:3"), b]).route.hops[1]
+    hop = plan_of([peer("a", "0:3"), b]).route.hops[1]
     assert not hop.relayed
     assert hop.cost.latency_s == pytest.approx(1 * MS)
 
 
-def test_a_measured_peer_wins_over_an_equal_one_that_nobody_measured() -> None:
+def test_a_peer_with_a_measured_link_wins_over_an_equal_one_without() -> None:
     records = [peer("a", "0:6"), peer("b", "0:6")]
-    assert route_of(records, links={"id-b": LinkQuality(rtt_s=30 * MS)}).route.peer_ids == ("id-b",)
+    assert plan_of(records, links={"id-b": LinkQuality(rtt_s=30 * MS)}).route.peer_ids == ("id-b",)
 
 
-def test_entering_inside_a_span_costs_the_stated_penalty() -> None:
+def test_entering_inside_a_span_costs_the_entry_penalty() -> None:
     records = [peer("a", "0:4"), peer("b", "2:6", entries=(4,))]
-    plan = route_of(records)
+    plan = plan_of(records)
     assert [str(hop.span) for hop in plan.route.hops] == ["0:4", "4:6"]
     assert [hop.cost.entry_s for hop in plan.route.hops] == [0.0, REQUEST.entry_penalty_s]
 
 
-def test_throughput_prefers_a_fast_slowest_stage_and_latency_the_short_sum() -> None:
+def test_throughput_minimises_the_slowest_stage_and_latency_the_sum() -> None:
     records = [peer("whole", "0:6"), peer("a", "0:3"), peer("b", "3:6")]
-    links = near(records, rtt_s=20 * MS)
-    assert route_of(records, links=links).route.peer_ids == ("id-whole",)
-    plan = route_of(records, replace(REQUEST, objective="throughput"), links=links)
+    links = links_to(records, rtt_s=20 * MS)
+    assert plan_of(records, links=links).route.peer_ids == ("id-whole",)
+    plan = plan_of(records, replace(REQUEST, objective="throughput"), links=links)
     assert plan.route.peer_ids == ("id-a", "id-b")
     assert plan.route.cost_s == pytest.approx(3 * MS)
 
 
-def test_of_routes_with_the_same_slowest_stage_the_shorter_step_wins() -> None:
+def test_of_routes_with_equal_slowest_stages_the_shorter_step_wins() -> None:
     records = [peer("slow", "0:3", layer_time_s=9 * MS), peer("x", "3:6", layer_time_s=8 * MS), peer("y", "3:6")]
-    assert route_of(records, replace(REQUEST, objective="throughput")).route.peer_ids == ("id-slow", "id-y")
+    assert plan_of(records, replace(REQUEST, objective="throughput")).route.peer_ids == ("id-slow", "id-y")
 
 
-# -- who is left out, and what is said -----------------------------------------------------------------------------
+# -- peers that are left out, and the reasons -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("changes", "code", "said"),
+    ("changes", "code", "reason"),
     [
         ({"state": LEAVING}, "leaving", "is leaving"),
-        ({"expires_at": NOW - 1}, "expired", "was last heard of 5 s ago"),
+        ({"expires_at": NOW - 1}, "expired", "last announced 5 s ago"),
         ({"kv_free": 99}, "kv_free", "has 99 of the 100 tokens of KV cache free"),
         ({"kv_free": 0}, "kv_free", "has no KV cache free"),
         ({"attends_to": 49}, "attends_to", "attends to 49 tokens, fewer than the prompt's 50"),
@@ -350,31 +350,33 @@ def test_of_routes_with_the_same_slowest_stage_the_shorter_step_wins() -> None:
         ({"numerics": FAST}, "numerics", "computes in bf16/u8, not in f32/f32"),
     ],
 )
-def test_a_peer_that_cannot_serve_is_left_out_with_its_reason(changes: dict[str, object], code: str, said: str) -> None:
+def test_a_peer_that_cannot_serve_is_left_out_with_its_reason(
+    changes: dict[str, object], code: str, reason: str
+) -> None:
     good = peer("good", "0:6", layer_time_s=5 * MS)
     bad = replace(peer("bad", "0:6", layer_time_s=0.0), **changes)  # type: ignore[arg-type]
-    plan = route_of([good, bad], replace(REQUEST, numerics=EXACT, prompt_tokens=50))
+    plan = plan_of([good, bad], replace(REQUEST, numerics=EXACT, prompt_tokens=50))
     assert plan.route.peer_ids == ("id-good",)
-    assert [(out.record.name, out.code, out.reason) for out in plan.left_out] == [("bad", code, said)]
+    assert [(out.record.name, out.code, out.reason) for out in plan.left_out] == [("bad", code, reason)]
 
 
 def test_unreachable_and_banned_peers_are_left_out_with_their_reason() -> None:
     records = [peer("good", "0:6"), peer("far", "0:6"), peer("bad", "0:6")]
-    links = near(records) | {"id-far": LinkQuality(rtt_s=math.inf)}
-    plan = route_of(records, links=links, banned={"id-bad": 8.2})
+    links = links_to(records) | {"id-far": LinkQuality(rtt_s=math.inf)}
+    plan = plan_of(records, links=links, banned={"id-bad": 8.2})
     assert {out.record.name: out.reason for out in plan.left_out} == {
         "far": "cannot be reached from here",
-        "bad": "was busy or failed: asked again in 8 s",
+        "bad": "was busy or failed: tried again in 8 s",
     }
 
 
 def test_of_two_records_of_one_peer_the_newer_counts() -> None:
     old, new = peer("a", "0:6", announced_at=NOW - 9), peer("a", "0:6", incarnation=2, state=LEAVING)
     with pytest.raises(NotCovered, match="is leaving"):
-        route_of([old, new])
+        plan_of([old, new])
 
 
-def test_missing_layers_are_named_with_whoever_cannot_serve_them() -> None:
+def test_missing_layers_are_named_with_the_peers_that_cannot_serve_them_now() -> None:
     records = [
         peer("a", "0:2"),
         peer("b", "2:4", state=LEAVING),
@@ -382,53 +384,53 @@ def test_missing_layers_are_named_with_whoever_cannot_serve_them() -> None:
         peer("d", "2:4", kv_free=0),
     ]
     with pytest.raises(NotCovered) as caught:
-        route_of(records, banned={"id-c": 8.0})
+        plan_of(records, banned={"id-c": 8.0})
     assert caught.value.missing == ((2, 6),)
     text = str(caught.value)
     assert "layers 2:6 are served only by peers that cannot be used" in text
-    assert "b (2:4) is leaving, c (2:4) was busy or failed: asked again in 8 s, d (2:4) has no KV cache free" in text
+    assert "b (2:4) is leaving, c (2:4) was busy or failed: tried again in 8 s, d (2:4) has no KV cache free" in text
     assert "nobody at all serves 4:6" in text
 
 
-def test_peers_that_are_full_now_are_told_from_those_that_will_never_do() -> None:
-    def is_full(*records: PeerRecord) -> bool:
+def test_not_covered_is_full_only_where_peers_with_enough_kv_cache_are_full_now() -> None:
+    def reports_full(*records: PeerRecord) -> bool:
         with pytest.raises(NotCovered) as caught:
-            route_of(records)
+            plan_of(records)
         return caught.value.full
 
     full = peer("b", "2:6", kv_free=9)
-    assert is_full(peer("a", "0:2"), full)
-    assert not is_full(full)
-    assert not is_full(peer("a", "0:2"), replace(full, kv_total=99))
-    assert not is_full(peer("a", "0:2"), replace(full, span=LayerRange(2, 5)))
-    assert not is_full(peer("a", "0:2"), replace(full, state=LEAVING))
+    assert reports_full(peer("a", "0:2"), full)
+    assert not reports_full(full)
+    assert not reports_full(peer("a", "0:2"), replace(full, kv_total=99))
+    assert not reports_full(peer("a", "0:2"), replace(full, span=LayerRange(2, 5)))
+    assert not reports_full(peer("a", "0:2"), replace(full, state=LEAVING))
 
 
 def test_an_empty_swarm_misses_all_layers() -> None:
     with pytest.raises(NotCovered, match="nobody serves layers 0:6") as caught:
-        route_of([])
+        plan_of([])
     assert caught.value.missing == ((0, 6),)
 
 
-def test_spans_that_overlap_without_meeting_are_told_from_missing_layers() -> None:
+def test_spans_that_overlap_without_a_common_boundary_are_named_as_such() -> None:
     with pytest.raises(NotCovered, match="layers 0:2 are served, but no spans meet") as caught:
-        route_of([peer("a", "0:4"), peer("b", "2:6")])
+        plan_of([peer("a", "0:4"), peer("b", "2:6")])
     assert caught.value.missing == ((0, 2),)
 
 
 def test_layers_that_only_other_numerics_serve_are_missing() -> None:
     records = [peer("a", "0:3"), peer("b", "3:6", numerics=FAST)]
     with pytest.raises(NotCovered, match=r"b \(3:6\) computes in bf16/u8, not in f32/f32"):
-        route_of(records, replace(REQUEST, numerics=EXACT))
+        plan_of(records, replace(REQUEST, numerics=EXACT))
     with pytest.raises(NotCovered):
-        route_of(records)
-    plan = route_of(records, replace(REQUEST, allow_mixed=True))
+        plan_of(records)
+    plan = plan_of(records, replace(REQUEST, allow_mixed=True))
     assert plan.route.numerics is None
 
 
-def test_without_a_wish_the_cheaper_numerics_win_and_the_others_are_an_alternative() -> None:
+def test_without_requested_numerics_the_cheaper_win_and_the_others_are_an_alternative() -> None:
     records = [peer("exact", "0:6"), peer("fast", "0:6", numerics=FAST, layer_time_s=0.5 * MS)]
-    plan = route_of(records)
+    plan = plan_of(records)
     assert plan.route.numerics == FAST
     other = next(a for a in plan.alternatives if a.kind == "numerics")
     assert other.reason == "f32/f32: +3.0 ms: 3.0 ms more compute"
@@ -437,65 +439,65 @@ def test_without_a_wish_the_cheaper_numerics_win_and_the_others_are_an_alternati
 # -- alternatives --------------------------------------------------------------------------------------------------
 
 
-def test_each_hop_and_each_other_peer_has_its_alternative_with_the_reason() -> None:
+def test_each_hop_and_each_other_peer_has_an_alternative_with_a_reason() -> None:
     records = [peer("a", "0:3"), peer("b", "3:6"), peer("c", "3:6", layer_time_s=2 * MS), peer("d", "1:2")]
-    links = near(records) | {"id-c": LinkQuality(rtt_s=10 * MS, bytes_per_s=1e8)}
-    plan = route_of(records, links=links)
-    said = {(a.kind, a.peer_id): a.reason for a in plan.alternatives}
-    assert said["without", "id-a"] == "no route: nobody else serves 0:1, 2:3"
-    assert said["without", "id-b"] == "+11.0 ms: 8.0 ms more latency, 3.0 ms more compute"
-    assert said["through", "id-c"] == said["without", "id-b"]
-    assert said["through", "id-d"] == "no route: the others' spans do not meet its stops 1, 2"
+    links = links_to(records) | {"id-c": LinkQuality(rtt_s=10 * MS, bytes_per_s=1e8)}
+    plan = plan_of(records, links=links)
+    reasons = {(a.kind, a.peer_id): a.reason for a in plan.alternatives}
+    assert reasons["without", "id-a"] == "no route: nobody else serves 0:1, 2:3"
+    assert reasons["without", "id-b"] == "+11.0 ms: 8.0 ms more latency, 3.0 ms more compute"
+    assert reasons["through", "id-c"] == reasons["without", "id-b"]
+    assert reasons["through", "id-d"] == "no route: no other spans meet its boundaries 1, 2"
 
 
-def test_a_difference_names_what_speaks_for_it_first() -> None:
+def test_a_difference_lists_the_costs_of_its_own_sign_first() -> None:
     slow, far = peer("slow", "0:6", layer_time_s=3 * MS), peer("far", "0:6")
-    ways = Ways(REQUEST, {"id-slow": LinkQuality(rtt_s=1 * MS), "id-far": LinkQuality(rtt_s=5 * MS)})
-    a, b = (ways.route([(record, record.span)]) for record in (far, slow))
+    costs = RouteCosts(REQUEST, {"id-slow": LinkQuality(rtt_s=1 * MS), "id-far": LinkQuality(rtt_s=5 * MS)})
+    a, b = (costs.route([(record, record.span)]) for record in (far, slow))
     assert explain_difference(a, b) == "+8.0 ms: 12.0 ms more compute, 4.0 ms less latency"
     assert explain_difference(b, a) == "-8.0 ms: 12.0 ms less compute, 4.0 ms more latency"
     assert explain_difference(a, a) == "costs the same"
 
 
-def test_equals_without_a_seed_are_chosen_by_name_and_with_seeds_spread() -> None:
+def test_equal_routes_are_chosen_by_peer_id_and_spread_by_seeds() -> None:
     records = [peer(name, "0:6") for name in "dbca"]
-    assert route_of(records).route.peer_ids == ("id-a",)
-    chosen = {route_of(records, replace(REQUEST, seed=f"client-{i}")).route.peer_ids for i in range(40)}
+    assert plan_of(records).route.peer_ids == ("id-a",)
+    chosen = {plan_of(records, replace(REQUEST, seed=f"client-{i}")).route.peer_ids for i in range(40)}
     assert len(chosen) == 4
 
 
-# -- planning again ------------------------------------------------------------------------------------------------
+# -- replan --------------------------------------------------------------------------------------------------------
 
 
-def test_a_new_plan_keeps_the_hops_that_work_if_that_costs_little() -> None:
+def test_replan_keeps_working_hops_if_that_costs_little() -> None:
     a, b, c = peer("a", "0:2"), peer("b", "2:4"), peer("c", "4:6")
-    plan = route_of([a, b, c])
+    plan = plan_of([a, b, c])
     spare = peer("spare", "2:4", layer_time_s=1.5 * MS)
     whole = peer("whole", "0:6", layer_time_s=1.4 * MS)
     records = [a, b, c, spare, whole]
-    again = replan(plan, now=NOW, banned={"id-b": 5.0}, records=records, links=near(records))
-    assert again.route.peer_ids == ("id-a", "id-spare", "id-c")
-    assert replan(again, now=NOW, banned={"id-spare": 5.0}).route.peer_ids == ("id-a", "id-b", "id-c")
+    new_plan = replan(plan, now=NOW, banned={"id-b": 5.0}, records=records, links=links_to(records))
+    assert new_plan.route.peer_ids == ("id-a", "id-spare", "id-c")
+    assert replan(new_plan, now=NOW, banned={"id-spare": 5.0}).route.peer_ids == ("id-a", "id-b", "id-c")
 
 
-def test_a_new_plan_drops_working_hops_where_keeping_them_costs_too_much() -> None:
+def test_replan_drops_working_hops_where_keeping_them_costs_too_much() -> None:
     a, b = peer("a", "0:3"), peer("b", "3:6")
-    plan = route_of([a, b])
+    plan = plan_of([a, b])
     records = [a, b, peer("spare", "3:6", layer_time_s=20 * MS), peer("whole", "0:6")]
-    again = replan(plan, now=NOW, banned={"id-b": 5.0}, records=records, links=near(records))
-    assert again.route.peer_ids == ("id-whole",)
+    new_plan = replan(plan, now=NOW, banned={"id-b": 5.0}, records=records, links=links_to(records))
+    assert new_plan.route.peer_ids == ("id-whole",)
 
 
-def test_a_kept_hop_needs_no_free_room_because_it_holds_the_reservation() -> None:
+def test_a_kept_hop_needs_no_free_kv_cache_because_it_holds_a_reservation() -> None:
     a, b = peer("a", "0:3"), peer("b", "3:6")
-    plan = route_of([a, b, peer("c", "3:6", layer_time_s=2 * MS)])
+    plan = plan_of([a, b, peer("c", "3:6", layer_time_s=2 * MS)])
     full = [replace(a, kv_free=0), peer("c", "3:6")]
     assert replan(plan, now=NOW, banned={"id-b": 1.0}, records=full).route.peer_ids == ("id-a", "id-c")
 
 
-def test_a_new_plan_stays_with_the_numerics_of_the_text_so_far() -> None:
+def test_replan_keeps_the_numerics_of_the_text() -> None:
     records = [peer("a", "0:6"), peer("b", "0:6", numerics=FAST, layer_time_s=9 * MS)]
-    plan = route_of(records)
+    plan = plan_of(records)
     with pytest.raises(NotCovered, match="computes in bf16/u8"):
         replan(plan, now=NOW, banned={"id-a": 1.0})
 
@@ -509,6 +511,6 @@ def test_a_new_plan_stays_with_the_numerics_of_the_text_so_far() -> None:
         ({"spread": -1.0}, "spread"),
     ],
 )
-def test_a_senseless_request_is_refused_by_field(changes: dict[str, object], named: str) -> None:
+def test_an_invalid_request_is_refused_with_the_name_of_the_field(changes: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         replace(REQUEST, **changes)  # type: ignore[arg-type]
