@@ -15,8 +15,9 @@ from swarm.app.main import COMMANDS, LazyCommand
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "commands.md"
 HEAD = """# Commands
 
-Every option can be an environment variable too. There, values of an option that may be given several times are separated
-by spaces.
+Every option can be an environment variable too. For an option that may be given several times, spaces separate its
+values there.
+
 `swarm --debug COMMAND` (`SWARM_DEBUG=1`) shows tracebacks; `swarm --version` shows the version.
 Exit codes: [troubleshooting](../how-to/troubleshooting.md).
 
