@@ -1,4 +1,4 @@
-"""Every family that docs/models.md says yes to: its checkpoint's package served by two peers, written by a client."""
+"""Every family that docs/how-to/models.md says yes to: its checkpoint's package served by two peers, written by a client."""
 
 from __future__ import annotations
 
