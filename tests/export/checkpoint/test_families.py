@@ -1,4 +1,4 @@
-"""Every family of docs/how-to/models.md: which are exported, and what their packages say. What they write: tests/cases."""
+"""Every family of docs/how-to/models.md: whether it is exported, and its manifest. Its texts are in tests/cases."""
 
 from __future__ import annotations
 
