@@ -1,4 +1,4 @@
-"""Every family that docs/models.md says yes to: its checkpoint's package served by two peers, written by a client."""
+"""Every supported family of docs/how-to/models.md: two peers serve its checkpoint's package, a client generates."""
 
 from __future__ import annotations
 

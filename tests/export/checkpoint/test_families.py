@@ -1,4 +1,4 @@
-"""Every family of docs/models.md: which are exported, and what their packages say. What they write: tests/cases."""
+"""Every family of docs/how-to/models.md: whether it is exported, and its manifest. Its texts are in tests/cases."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_context_over_which_rotary_factors_change_is_not_promised(checkpoint_p
 
 
 def test_the_page_on_models_lists_the_families_as_they_are() -> None:
-    page = (ROOT / "docs" / "models.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "models.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| (yes|no): ", page, re.MULTILINE))
     assert rows == {name: "no" if family.refused else "yes" for name, family in FAMILIES.items()}
     for family in FAMILIES.values():
