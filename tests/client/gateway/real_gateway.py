@@ -19,7 +19,7 @@ FRONT, BACK = "0:22", "22:30"  # the back is what is lost and started again, and
 _OPTIONS = ("--kv-tokens", "16384", "--metrics", "127.0.0.1:0")
 
 
-def all_at_home(town: Town, package: Path) -> list[str]:
+def start_peers(town: Town, package: Path) -> list[str]:
     """Two peers and a spare for the back are there, one of which has a name that no page should take for markup.
 
     Their names. Those that a file before has killed are started again.

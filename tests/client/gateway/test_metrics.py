@@ -93,9 +93,9 @@ def test_peers_cannot_make_up_labels_without_end() -> None:
 def test_a_piece_of_several_tokens_counts_as_many() -> None:
     times = iter([0.0, 1.0, 3.0])
     gauges = Gauges(lambda: next(times))
-    watch = gauges.watch("m")
-    watch.piece(1)
-    watch.piece(4)
+    timer = gauges.time_answer("m")
+    timer.on_tokens(1)
+    timer.on_tokens(4)
     assert value(gauges.page(), "swarm_gateway_tokens_total") == 5
     assert value(gauges.page(), "swarm_gateway_between_tokens_seconds_sum") == pytest.approx(0.5)
 
@@ -128,7 +128,7 @@ def test_a_hop_is_shown_by_what_it_did() -> None:
         peer_id="p", name="n", layers="0:1", queue_s=0.5, compute_s=0.25, codec_s=0, other_s=0, network_s=0.125
     )
     gauges = Gauges()
-    gauges.watch("m").finished(
+    gauges.time_answer("m").on_finish(
         Metrics(
             prompt_tokens=3,
             reused_tokens=2,

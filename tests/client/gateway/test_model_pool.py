@@ -15,7 +15,7 @@ from swarm.errors import NotCovered, RequestError
 from tests.client.world import World, run
 
 
-def in_a_fleet(test: Callable[[World, ModelPool, list[str]], Awaitable[None]], *, most: int = 64) -> None:
+def in_a_fleet(test: Callable[[World, ModelPool, list[str]], Awaitable[None]], *, max_models: int = 64) -> None:
     """`test` gets a fleet that connects to the toy model, and the names that were asked for."""
 
     async def main(world: World) -> None:
@@ -28,7 +28,7 @@ def in_a_fleet(test: Callable[[World, ModelPool, list[str]], Awaitable[None]], *
                 raise NotCovered("nobody serves it")
             return world.client()
 
-        async with ModelPool(world.swarm.directory, connect, probe_s=1.0, most=most) as pool:  # type: ignore[arg-type]
+        async with ModelPool(world.swarm.directory, connect, probe_s=1.0, max_models=max_models) as pool:  # type: ignore[arg-type]
             await test(world, pool, asked)
 
     run(main)
@@ -54,7 +54,7 @@ def test_a_model_is_offered_once_and_another_of_its_name_with_its_digest() -> No
         await pool.add("toy")
         await pool.add(world.swarm.manifest.digest)
         assert [served.name for served in pool.served] == ["toy"]
-        pool.offer(world.client())
+        pool.add_client(world.client())
         assert [served.name for served in pool.served] == ["toy", f"toy@{world.swarm.manifest.digest[:12]}"]
 
     in_a_fleet(test)
@@ -62,8 +62,8 @@ def test_a_model_is_offered_once_and_another_of_its_name_with_its_digest() -> No
 
 def test_what_the_swarm_serves_is_connected_to_once() -> None:
     async def test(world: World, pool: ModelPool, asked: list[str]) -> None:
-        await pool.add_new()
-        await pool.add_new()
+        await pool.discover()
+        await pool.discover()
         assert asked == [world.swarm.manifest.digest]
 
     in_a_fleet(test)
@@ -102,27 +102,27 @@ def test_a_bug_in_a_probe_is_told_and_logged_and_ends_nothing(caplog: pytest.Log
 
 def test_the_swarm_cannot_name_models_without_end() -> None:
     async def test(world: World, pool: ModelPool, asked: list[str]) -> None:
-        await pool.add_new()
+        await pool.discover()
         assert asked == []
 
-    in_a_fleet(test, most=0)
+    in_a_fleet(test, max_models=0)
 
 
 def test_a_model_that_nobody_names_any_more_makes_room() -> None:
     async def test(world: World, pool: ModelPool, asked: list[str]) -> None:
-        await pool.add_new()
-        await pool.add_new()
+        await pool.discover()
+        await pool.discover()
         assert len(pool.served) == 1
         pool.directory = MemoryDirectory()
-        await pool.add_new()
+        await pool.discover()
         assert pool.served == []
         pool.directory = world.swarm.directory
         await pool.add("toy")  # by name: it stays
         pool.directory = MemoryDirectory()
-        await pool.add_new()
+        await pool.discover()
         assert len(pool.served) == 1
 
-    in_a_fleet(test, most=1)
+    in_a_fleet(test, max_models=1)
 
 
 def test_a_model_that_cannot_be_had_is_complained_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -133,8 +133,8 @@ def test_a_model_that_cannot_be_had_is_complained_of_once(caplog: pytest.LogCapt
             raise NotCovered("nobody serves it")
 
         async with ModelPool(world.swarm.directory, connect, probe_s=1.0) as pool:  # type: ignore[arg-type]
-            await pool.add_new()
-            await pool.add_new()
+            await pool.discover()
+            await pool.discover()
             assert caplog.text.count("is left out for now: nobody serves it") == 1
 
     run(main)

@@ -15,7 +15,7 @@ from client.client import SwarmClient
 from client.config import ClientConfig
 from client.gateway.app import Gateway
 from client.gateway.config import GatewayConfig
-from client.gateway.http.server import Ending
+from client.gateway.http.server import Shutdown
 from client.gateway.http.server import run as serve
 from client.gateway.model_pool import ModelPool
 from swarm.transport.address import Address
@@ -44,7 +44,7 @@ class ToyGateway:
     url: str
     world: World
     pool: ModelPool
-    ending: Ending
+    shutdown: Shutdown
     loop: asyncio.AbstractEventLoop
     http: httpx.Client
     ended: threading.Event = field(default_factory=threading.Event)
@@ -56,7 +56,7 @@ class ToyGateway:
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(PATIENCE_S)
 
     def ask_to_end(self) -> None:
-        self.loop.call_soon_threadsafe(self.ending.asked.set)
+        self.loop.call_soon_threadsafe(self.shutdown.requested.set)
 
     def slow_down(self, delay_s: float) -> None:
         """Every step takes so long at each peer from now on."""
@@ -95,20 +95,20 @@ def toy_gateway(
                 return world.client()
 
             pool = await stack.enter_async_context(ModelPool(world.swarm.directory, connect, probe_s=config.probe_s))
-            pool.offer(world.client())
+            pool.add_client(world.client())
             stack.push_async_callback(world.planner.close)
             if probing:
-                pool.begin()
-            ending = Ending()
-            gateway = await stack.enter_async_context(Gateway(pool, config, ending=ending.asked))
+                pool.start()
+            shutdown = Shutdown()
+            gateway = await stack.enter_async_context(Gateway(pool, config, stopping=shutdown.requested))
 
-            def heard(place: Address) -> None:
-                url, loop = f"http://{place.place}", asyncio.get_running_loop()
+            def on_listening(address: Address) -> None:
+                url, loop = f"http://{address.place}", asyncio.get_running_loop()
                 http = httpx.Client(base_url=url, timeout=PATIENCE_S, verify=False)
-                made.append(ToyGateway(url, world, pool, ending, loop, http))
+                made.append(ToyGateway(url, world, pool, shutdown, loop, http))
                 listening.set()
 
-            await serve(gateway.app(), config, ending=ending, listening=heard)
+            await serve(gateway.app(), config, shutdown=shutdown, on_listening=on_listening)
         made[0].ended.set()
 
     def run() -> None:

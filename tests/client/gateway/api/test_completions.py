@@ -291,7 +291,7 @@ def test_layers_that_nobody_serves_are_named_with_503() -> None:
     with toy_gateway() as gateway:
         first, second, third, spare = gateway.peers
         for peer in (second, spare):
-            gateway.call(_killing(peer))
+            gateway.call(_kill(peer))
         with (
             openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
             pytest.raises(openai.InternalServerError) as caught,
@@ -312,7 +312,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_stream_changes_nothing_in_it() -> N
             for number, chunk in enumerate(stream):
                 text += chunk.choices[0].delta.content or ""
                 if number == 10:
-                    gateway.call(_killing(gateway.world.swarm.peers["b"]))
+                    gateway.call(_kill(gateway.world.swarm.peers["b"]))
         assert text == expected(QUESTION, 60)
 
 
@@ -325,7 +325,7 @@ def test_what_goes_wrong_in_a_stream_is_an_event_of_it_and_ends_it() -> None:
             for part in response.iter_bytes():
                 if not raw:
                     for name in ("b", "spare"):
-                        gateway.call(_killing(gateway.world.swarm.peers[name]))
+                        gateway.call(_kill(gateway.world.swarm.peers[name]))
                 raw += part
         assert response.status_code == 200
         *before, last = events(raw)
@@ -334,7 +334,7 @@ def test_what_goes_wrong_in_a_stream_is_an_event_of_it_and_ends_it() -> None:
         assert gateway.sessions == 0
 
 
-def _killing(peer: Any) -> Any:
+def _kill(peer: Any) -> Any:
     async def kill() -> None:
         peer.die()
 

@@ -19,7 +19,7 @@ import pytest
 
 from swarm.app.local_swarm import Member
 from tests.cases.town import Town
-from tests.client.gateway.real_gateway import all_at_home, real_gateway
+from tests.client.gateway.real_gateway import real_gateway, start_peers
 from tests.conftest import ChatIds, GreedyReference
 from tests.harness import ROOT, swarm_command, wait_until
 
@@ -39,7 +39,7 @@ class ServedModel:
 @pytest.fixture(scope="module")
 def served(gateway_town: Town, smollm2_package: Path) -> Iterator[ServedModel]:
     """Two peers, a spare for the back, and a gateway."""
-    members = [gateway_town[name] for name in all_at_home(gateway_town, smollm2_package)]
+    members = [gateway_town[name] for name in start_peers(gateway_town, smollm2_package)]
     with real_gateway(members[0].address) as gateway:
         yield ServedModel(members, gateway.process, gateway.url, gateway.model)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client.gateway.api.openapi import description
+from client.gateway.api.openapi import openapi_document
 from client.gateway.api.parameters import CHAT, COMPLETION
 from client.gateway.api.requests import CompletionRequest, parse_chat, parse_completion, parse_json
 from client.gateway.api.schema import check
@@ -82,7 +82,7 @@ def test_any_body_is_read_or_refused(body: bytes) -> None:
 @given(values_of(CHAT))
 def test_whatever_the_description_allows_is_read_or_refused_by_name(plain: dict[str, Any]) -> None:
     found = read(parse_chat, plain)
-    assert found.param is not None if isinstance(found, RequestError) else found.config_of(0, 5).max_new_tokens == 5
+    assert found.param is not None if isinstance(found, RequestError) else found.config_for(0, 5).max_new_tokens == 5
 
 
 @given(values_of(COMPLETION))
@@ -98,16 +98,16 @@ def test_a_value_of_any_kind_in_any_place_is_never_a_bug(value: Any) -> None:
 
 
 def test_every_parameter_is_described_and_the_description_is_json() -> None:
-    plain = json.loads(json.dumps(description(needs_key=True)))
+    plain = json.loads(json.dumps(openapi_document(needs_key=True)))
     body = plain["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert set(body["properties"]) == set(CHAT["properties"])
     assert plain["security"] == [{"key": []}]
-    assert "security" not in description(needs_key=False)
+    assert "security" not in openapi_document(needs_key=False)
 
 
 def test_the_two_names_of_the_limit_must_agree() -> None:
     same = {"model": "m", "messages": MESSAGES, "max_tokens": 5, "max_completion_tokens": 5}
-    assert parse_chat(same, temperature=0.0).limit == 5
+    assert parse_chat(same, temperature=0.0).max_new_tokens == 5
     with pytest.raises(RequestError, match="max_completion_tokens"):
         parse_chat({**same, "max_tokens": 6}, temperature=0.0)
 
@@ -120,9 +120,9 @@ def test_the_gateways_temperature_is_for_those_who_ask_for_none() -> None:
 
 def test_each_choice_draws_with_a_seed_of_its_own() -> None:
     asked = parse_chat({"model": "m", "messages": MESSAGES, "seed": 7, "n": 2, "temperature": 1}, temperature=0.0)
-    assert [asked.config_of(choice, 9).seed for choice in range(2)] == [7, 8]
+    assert [asked.config_for(choice, 9).seed for choice in range(2)] == [7, 8]
     unseeded = parse_chat({"model": "m", "messages": MESSAGES}, temperature=1.0)
-    assert unseeded.config_of(1, 9).seed is None
+    assert unseeded.config_for(1, 9).seed is None
 
 
 def test_what_is_wrong_deep_inside_is_named_with_its_place() -> None:

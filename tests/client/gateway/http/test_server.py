@@ -198,7 +198,7 @@ def test_the_rest_of_a_whole_answer_is_not_kept_for_one_that_does_not_read() -> 
 
 def test_only_so_many_long_bodies_are_held_at_once() -> None:
     long = {**LONG, "prompt": "a" * 70_000}
-    with toy_gateway(max_long_bodies=1) as gateway:
+    with toy_gateway(max_large_bodies=1) as gateway:
 
         def answer() -> tuple[int, str]:
             response = gateway.http.post("/v1/completions", json=long)
@@ -224,7 +224,7 @@ def test_connections_leave_files_for_the_ways_to_peers(
     heard: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: heard.append(limits))
-    assert server._room_for(2048) == room
+    assert server._max_connections(2048) == room
     assert heard == ([] if told is None else [(told, hard)])
 
 
@@ -341,7 +341,7 @@ def test_who_insists_on_the_end_has_it_at_once() -> None:
             connection.sendall(request_bytes(LONG))
             until(lambda: gateway.sessions == 3, "it runs")
             gateway.ask_to_end()
-            gateway.loop.call_soon_threadsafe(gateway.ending.urgent.set)
+            gateway.loop.call_soon_threadsafe(gateway.shutdown.forced.set)
             assert gateway.ended.wait(PATIENCE_S)
         assert gateway.world.swarm.open_sessions == 0
 
@@ -350,7 +350,7 @@ def test_it_is_ready_only_while_tokens_come_through() -> None:
     with toy_gateway(probing=True, probe_s=0.2) as gateway:
         until(lambda: gateway.http.get("/health").status_code == 200, "ready")
         for peer in gateway.peers:
-            gateway.call(_killing(peer))
+            gateway.call(_kill(peer))
         until(lambda: gateway.http.get("/health").status_code == 503, "not ready")
         plain = gateway.http.get("/health").json()
         assert (plain["live"], plain["ready"]) == (True, False)
@@ -367,13 +367,13 @@ def test_the_swarm_is_shown_with_the_routes_in_use() -> None:
             (model,) = gateway.http.get("/api/swarm").json()["models"]
             assert [hop["name"] for hop in model["routes_in_use"][0]["hops"]] == ["a", "b", "c"]
             assert (model["covered"], model["id"], len(model["peers"])) == (True, "toy", 4)
-            gateway.call(_killing(gateway.world.swarm.peers["a"]))
+            gateway.call(_kill(gateway.world.swarm.peers["a"]))
             until(lambda: not gateway.http.get("/api/swarm").json()["models"][0]["covered"], "it is seen to die")
             (model,) = gateway.http.get("/api/swarm").json()["models"]
             assert model["missing"] == ["0:2"]
 
 
-def _killing(peer: Any) -> Any:
+def _kill(peer: Any) -> Any:
     async def kill() -> None:
         peer.die()
 

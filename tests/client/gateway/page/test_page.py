@@ -17,7 +17,7 @@ from playwright.sync_api import Browser, Page, expect
 from client.gateway.keys import Keys
 from tests.cases.town import Town
 from tests.client.gateway.page.browser import PATIENCE_MS, PHONE, Visitor, chromium
-from tests.client.gateway.real_gateway import BACK, FRONT, HOSTILE, all_at_home, real_gateway
+from tests.client.gateway.real_gateway import BACK, FRONT, HOSTILE, real_gateway, start_peers
 from tests.client.gateway.toy_gateway import toy_gateway
 from tests.conftest import ChatIds, GreedyReference
 from tests.harness import wait_until
@@ -41,7 +41,7 @@ class ServedModel:
 
 @pytest.fixture(scope="module")
 def served(gateway_town: Town, smollm2_package: Path) -> Iterator[ServedModel]:
-    all_at_home(gateway_town, smollm2_package)
+    start_peers(gateway_town, smollm2_package)
     with real_gateway(gateway_town["anna"].address) as gateway:
         yield ServedModel(gateway_town, gateway.url)
 
