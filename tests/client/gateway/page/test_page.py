@@ -84,9 +84,9 @@ def test_a_chat_goes_from_typing_to_the_streamed_answer(
     with someone.visit() as page:
         expect(page.get_by_text("30 layers on 2 machines")).to_be_visible()
         ask(page, QUESTION)
-        expect(page.locator(".question .said")).to_have_text(QUESTION)
-        expect(page.locator(f"{SEEN} .said")).to_have_text(text)
-        expect(page.locator(".answer .facts")).to_contain_text(re.compile(r"8 tokens · .* tokens/s · first after"))
+        expect(page.locator(".question .message")).to_have_text(QUESTION)
+        expect(page.locator(f"{SEEN} .message")).to_have_text(text)
+        expect(page.locator(".answer .stats")).to_contain_text(re.compile(r"8 tokens · .* tokens/s · first after"))
         hops = page.get_by_role("list", name="Hops of this answer").get_by_role("listitem")
         expect(hops).to_contain_text([re.compile(rf"anna.*{FRONT}.* ms"), re.compile(rf"{BACK}.* ms")])
         page.get_by_text("Where the time of a token went").click()
@@ -113,13 +113,13 @@ def test_stop_ends_the_answer_on_the_page_and_on_the_hops(someone: Visitor, serv
         for stop in ("button", "key"):
             ask(page, LONG)
             answer = page.locator(".answer").last
-            expect(answer.locator(".said")).to_have_text(re.compile(r"\w+ \w+"))
+            expect(answer.locator(".message")).to_have_text(re.compile(r"\w+ \w+"))
             assert answer.get_attribute("aria-busy") == "true"  # streamed: there is text before the end
             if stop == "button":
                 page.get_by_role("button", name="Stop").click()
             else:
                 page.keyboard.press("Escape")
-            expect(answer.locator(".facts")).to_contain_text("stopped after")
+            expect(answer.locator(".stats")).to_contain_text("stopped after")
             expect(page.get_by_role("button", name="Send")).to_be_visible()
         wait_until(lambda: not served.state["routes_in_use"], "the hops are free")
 
@@ -145,13 +145,13 @@ def test_settings_are_sent_checked_and_kept(someone: Visitor) -> None:
             "stop": ["Rome", "Oslo"],
             "top_p": None,
         }
-        expect(page.locator(".answer .facts")).to_contain_text("5 tokens")
+        expect(page.locator(".answer .stats")).to_contain_text("5 tokens")
         setting(page, "max_tokens", "1000000")
         ask(page, QUESTION)
         expect(page.get_by_role("alert")).to_contain_text("the context of")  # a refusal is shown as it is told
         setting(page, "max_tokens", "5")
         page.get_by_role("button", name="Try again").click()
-        expect(page.locator(".answer .facts").last).to_contain_text("5 tokens")
+        expect(page.locator(".answer .stats").last).to_contain_text("5 tokens")
         page.reload()
         assert page.locator("#settings [name=seed]").input_value() == "7"
 
@@ -206,7 +206,7 @@ def test_the_keyboard_reaches_everything(someone: Visitor) -> None:
         page.keyboard.type("there")
         assert page.get_by_label("Your message").input_value() == "Hello\nthere"
         page.keyboard.press("Enter")
-        expect(page.locator(".answer .said")).to_have_text(re.compile(r"\w"))
+        expect(page.locator(".answer .message")).to_have_text(re.compile(r"\w"))
         page.keyboard.press("Escape")
         tab_to(page, what="Copy as curl", back=True)
         page.keyboard.press("Enter")
@@ -261,7 +261,7 @@ def test_a_key_is_asked_for_where_the_gateway_wants_one(someone: Visitor) -> Non
         with keyed.visit() as page:
             page.get_by_label("Key", exact=True).fill("wrong")
             page.keyboard.press("Enter")
-            expect(page.locator("#key-told")).to_contain_text("does not take this key")
+            expect(page.locator("#key-message")).to_contain_text("does not accept this key")
             page.keyboard.press("Escape")  # who does not want to is not asked again, until there is a question
             expect(page.get_by_role("dialog")).to_be_hidden()
             ask(page, "abc")
@@ -275,7 +275,7 @@ def test_a_key_is_asked_for_where_the_gateway_wants_one(someone: Visitor) -> Non
             page.get_by_role("button", name="New chat").click()
             expect(page.get_by_text("layers on 3 machines")).to_be_visible()
             ask(page, "abc")
-            expect(page.locator(".answer .facts")).to_contain_text("tokens")
+            expect(page.locator(".answer .stats")).to_contain_text("tokens")
             page.get_by_role("link", name="Swarm", exact=True).click()
             expect(page.get_by_role("row")).to_have_count(5)
         refused = [text for text in keyed.complaints if "401" not in text]  # a browser's own word for each
@@ -290,11 +290,11 @@ def test_a_peer_that_is_killed_is_seen_to_die_while_the_answer_goes_on(
         rows = watching.locator(".peers tbody tr")
         expect(rows).to_have_count(3)
         assert set(rows.evaluate_all("rows => rows.map(row => row.dataset.condition)")) == {"serving"}
-        expect(watching.get_by_text("the next answer's way")).to_be_visible()
+        expect(watching.get_by_text("the next answer's route")).to_be_visible()
         talking.get_by_role("button", name="Settings").click()
         setting(talking, "max_tokens", "120")
         ask(talking, LONG)
-        expect(talking.locator(".answer .said")).to_have_text(re.compile(r"\w+ \w+"))
+        expect(talking.locator(".answer .message")).to_have_text(re.compile(r"\w+ \w+"))
         (route,) = (r for r in served.state["routes_in_use"] if r["tokens"] > 1)
         victim = route["hops"][1]
         served.town[victim["name"]].kill()
@@ -306,8 +306,8 @@ def test_a_peer_that_is_killed_is_seen_to_die_while_the_answer_goes_on(
         expect(events).to_contain_text(re.compile(re.escape(victim["name"]) + " (does not answer|is gone)"))
         expect(rows).to_have_count(3)
 
-        expect(talking.locator(f"{SEEN} .said")).to_have_text(text)
-        expect(talking.locator(".answer .facts")).to_contain_text("route mended 1 time")
+        expect(talking.locator(f"{SEEN} .message")).to_have_text(text)
+        expect(talking.locator(".answer .stats")).to_contain_text("route repaired 1 time")
 
         served.town["anna"].kill()
         expect(watching.get_by_text("not covered")).to_be_visible()
