@@ -12,7 +12,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,22 +58,12 @@ class ChoiceSpec:
 class CompletionService:
     """Prepares requests and holds what running requests share. `running` are their tasks."""
 
-    def __init__(
-        self,
-        pool: ModelPool,
-        config: GatewayConfig,
-        gauges: Gauges,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, pool: ModelPool, config: GatewayConfig, gauges: Gauges) -> None:
         self.admission = Admission(limit=config.max_concurrent, max_waiting=config.max_waiting)
         self.running: set[asyncio.Task[Any]] = set()
         self.pool = pool
         self.config = config
         self.gauges = gauges
-        self.clock = clock
-        self._wall = wall
 
     def cancel_all(self) -> None:
         """Cancel running requests; their callers get a 503."""
@@ -102,7 +92,7 @@ class CompletionService:
         ]
         response_format = (ChatFormat if request.chat else TextFormat)(
             answer_id=secrets.token_hex(12),
-            created=int(self._wall()),
+            created=int(time.time()),
             model=served.name,
             decode=served.client.tokenizer.decode,
             include_usage=request.include_usage,
@@ -239,12 +229,12 @@ class CompletionJob:
     @contextlib.asynccontextmanager
     async def _admitted(self) -> AsyncIterator[None]:
         service = self._service
-        queued_at = service.clock()
+        queued_at = time.monotonic()
         async with service.admission.slots(len(self._choices)):
-            began_at = service.clock()
+            began_at = time.monotonic()
             service.gauges.queue_seconds.observe(began_at - queued_at)
             yield
-        service.admission.record_duration(service.clock() - began_at)
+        service.admission.record_duration(time.monotonic() - began_at)
 
 
 def _prompt_size(prompt: Prompt) -> int:

@@ -31,12 +31,11 @@ _MAX_MODELS = 64
 class ServedModel:
     """One model under the name that callers use. `problem` says why the last probe failed, or is empty."""
 
-    def __init__(self, name: str, client: SwarmClient, *, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, client: SwarmClient) -> None:
         self.name = name
         self.client = client
         self.created = int(time.time())
         self.problem = ""
-        self._clock = clock
         self._last_token_at: float | None = None
 
     @property
@@ -46,10 +45,10 @@ class ServedModel:
     @property
     def token_age_s(self) -> float | None:
         """Seconds since the last generated token; None before the first."""
-        return None if self._last_token_at is None else self._clock() - self._last_token_at
+        return None if self._last_token_at is None else time.monotonic() - self._last_token_at
 
     def record_token(self) -> None:
-        self._last_token_at = self._clock()
+        self._last_token_at = time.monotonic()
         self.problem = ""
 
     async def probe(self) -> None:
@@ -81,13 +80,7 @@ class ModelPool:
     """
 
     def __init__(
-        self,
-        directory: Directory,
-        connect: Connect,
-        *,
-        probe_s: float,
-        max_models: int = _MAX_MODELS,
-        clock: Callable[[], float] = time.monotonic,
+        self, directory: Directory, connect: Connect, *, probe_s: float, max_models: int = _MAX_MODELS
     ) -> None:
         self.directory = directory
         self._connect = connect
@@ -95,7 +88,6 @@ class ModelPool:
         self._max_models = max_models
         self._discovered: set[str] = set()  # digests of models that were not asked for by name
         self._skipped: dict[str, str] = {}  # digest -> why the model is not offered
-        self._clock = clock
         self._served: dict[str, ServedModel] = {}
         self._background: list[asyncio.Task[None]] = []
 
@@ -172,7 +164,7 @@ class ModelPool:
         name = client.manifest.name
         if name in self._served:  # another model of the same name
             name = f"{name}@{client.manifest.digest[:12]}"
-        self._served[name] = ServedModel(name, client, clock=self._clock)
+        self._served[name] = ServedModel(name, client)
 
     async def discover(self) -> None:
         """Add every model of the swarm that is not offered yet. A model with missing layers is tried again later."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 from client.client import RouteInUse
@@ -25,16 +24,8 @@ _MAX_AGE_S = 1.0
 class SwarmView:
     """The latest inspection of every model in a pool, refreshed on demand."""
 
-    def __init__(
-        self,
-        pool: ModelPool,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, pool: ModelPool) -> None:
         self._pool = pool
-        self._clock = clock
-        self._wall = wall
         self._inspectors: dict[str, SwarmInspector] = {}
         self._latest: dict[str, dict[str, Any]] = {}
         self._refreshed_at: float | None = None
@@ -49,14 +40,14 @@ class SwarmView:
              "look_problem": "why this is out of date", "routes_in_use": [{"session", "tokens", "repairs",
              "hops": [{"peer_id", "name", "span"}]}]}]}
         """
-        if self._refreshed_at is None or self._clock() - self._refreshed_at > _MAX_AGE_S:
+        if self._refreshed_at is None or time.monotonic() - self._refreshed_at > _MAX_AGE_S:
             if self._refreshing is None:
                 self._refreshing = asyncio.create_task(self._refresh())
             # Shielded: cancelling one request must not cancel the refresh that others wait for.
             await asyncio.shield(self._refreshing)
         return {
             "schema": SCHEMA,
-            "at": self._wall(),
+            "at": time.time(),
             "models": [
                 {
                     **self._latest[served.digest],
@@ -77,7 +68,7 @@ class SwarmView:
     async def _refresh(self) -> None:
         try:
             await asyncio.gather(*(self._inspect(served) for served in self._pool.served))
-            self._refreshed_at = self._clock()
+            self._refreshed_at = time.monotonic()
         finally:
             self._refreshing = None
 
@@ -92,7 +83,6 @@ class SwarmView:
                 kv_tokens=USUAL_SESSION_TOKENS,
                 objective="latency",
                 numerics=None,
-                wall=self._wall,
             ),
         )
         try:
@@ -108,7 +98,7 @@ class SwarmView:
     def _without_peers(self, served: ServedModel) -> dict[str, Any]:
         manifest = served.client.manifest
         request = RouteRequest(layers=len(manifest.layers), hidden_bytes=4 * manifest.hidden_size)
-        return inspect_swarm(manifest.name, manifest.digest, [], request, links={}, now=self._wall()).to_plain()
+        return inspect_swarm(manifest.name, manifest.digest, [], request, links={}, now=time.time()).to_plain()
 
 
 def _route_to_plain(route: RouteInUse) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Picture:
         if self._inspection.route is not None:
             yield from self._route(self._inspection.route)
         else:
-            yield self._problem()
+            yield Text(self._inspection.problem, _GAP_STYLE)
         yield from self._notes()
 
     def _title(self) -> Text:
@@ -246,9 +246,6 @@ class Picture:
         times = (cost.latency_s, cost.transfer_s, cost.queue_s, cost.compute_s, cost.entry_s, cost.total)
         name = _short(self._inspection.name_of(hop.record.peer_id), _NAME_CELLS)
         return str(i + 1), name + relayed, str(hop.span), *map(_ms, times)
-
-    def _problem(self) -> Text:
-        return Text(self._inspection.problem, _GAP_STYLE)
 
     def _notes(self) -> Iterator[RenderableType]:
         """The alternatives that lost, and the peers that cannot be used, with reasons."""

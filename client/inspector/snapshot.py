@@ -38,14 +38,12 @@ class SwarmInspector:
         kv_tokens: int,
         objective: Objective,
         numerics: Numerics | None,
-        wall: Callable[[], float] = time.time,
     ) -> None:
         self._query = model
         self._tokens = tokens
         self._kv_tokens = kv_tokens
         self._objective = objective
         self._numerics = numerics
-        self._wall = wall
         self._hello = client_hello()
         self._manifest = manifest
         self._identity = (manifest.name, manifest.digest, len(manifest.layers)) if manifest else None
@@ -57,7 +55,7 @@ class SwarmInspector:
             found = await find_model(directory, self._query)
             self._identity = (found.name, found.digest, found.layers)
         name, digest, layers = self._identity
-        records = await find_peers(directory, digest, now=self._wall())
+        records = await find_peers(directory, digest, now=time.time())
         on_progress(f"measuring the links to {len(records)} peers")
         links = await measure(records, self._hello)
         if self._manifest is None:
@@ -71,7 +69,7 @@ class SwarmInspector:
             objective=self._objective,
             numerics=self._numerics,
         )
-        return inspect_swarm(name, digest, records, request, links=links, now=self._wall())
+        return inspect_swarm(name, digest, records, request, links=links, now=time.time())
 
     @property
     def assumption(self) -> str:

@@ -14,8 +14,8 @@ from swarm.sampling import MAX_LOGIT_BIAS
 _MAX_TEXT = 4 << 20
 _MAX_TOKENS = 1 << 20
 _INT64 = 1 << 63
-MAX_PROMPTS = 16
-MAX_TOP_LOGPROBS = 20
+_MAX_PROMPTS = 16
+_MAX_TOP_LOGPROBS = 20
 
 _TOKENS = {"type": ["integer", "null"], "minimum": 1, "maximum": (1 << 31) - 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "maxItems": _MAX_TOKENS}
@@ -129,7 +129,7 @@ CHAT: dict[str, Any] = {
         "messages": {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": 4096},
         "max_completion_tokens": _TOKENS,
         "logprobs": _flag("Log-probabilities of the answer's tokens."),
-        "top_logprobs": _integer(0, MAX_TOP_LOGPROBS, "How many of the likeliest tokens to add; needs `logprobs`."),
+        "top_logprobs": _integer(0, _MAX_TOP_LOGPROBS, "How many of the likeliest tokens to add; needs `logprobs`."),
         "metadata": {"type": ["object", "null"], "maxProperties": 16},
         "safety_identifier": _CALLER,
         "prompt_cache_key": _CALLER,
@@ -167,12 +167,12 @@ COMPLETION: dict[str, Any] = {
             "anyOf": [
                 _TEXT,
                 _IDS,
-                {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_PROMPTS},
-                {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
+                {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": _MAX_PROMPTS},
+                {"type": "array", "items": _IDS, "minItems": 1, "maxItems": _MAX_PROMPTS},
             ],
             "description": "One or several prompts, each a text or token ids.",
         },
-        "logprobs": _integer(0, MAX_TOP_LOGPROBS, "Log-probabilities, with this many of the likeliest tokens."),
+        "logprobs": _integer(0, _MAX_TOP_LOGPROBS, "Log-probabilities, with this many of the likeliest tokens."),
         "echo": _UNSUPPORTED_FLAG,
         "best_of": _unsupported({"type": ["integer", "null"], "enum": [1, None]}),
         "suffix": _UNSUPPORTED,

@@ -123,13 +123,13 @@ class ModelView {
       row.element.remove();
       this.#rows.delete(id);
     }
-    known.forEach((each, place) => {
-      const id = each.peer.peer_id;
+    known.forEach((entry, index) => {
+      const id = entry.peer.peer_id;
       if (!this.#rows.has(id)) this.#rows.set(id, new PeerRow());
       const row = this.#rows.get(id);
-      row.show(each, onRoute.has(id), layers, now);
+      row.show(entry, onRoute.has(id), layers, now);
       // Moved only where necessary: a moved element loses the focus.
-      if (this.#body.children[place] !== row.element) this.#body.insertBefore(row.element, this.#body.children[place] ?? null);
+      if (this.#body.children[index] !== row.element) this.#body.insertBefore(row.element, this.#body.children[index] ?? null);
     });
   }
 
@@ -155,8 +155,8 @@ class ModelView {
       lanes.set(id, { left: box.left - frame.left, width: box.width, middle: box.top - frame.top + box.height / 2 });
     }
     const routes = drawnRoutes(this.#model);
-    const drawn = routes.flatMap(({ kind, hops }, place) => {
-      const d = line(hops, lanes, this.#model.model.layers, (place - (routes.length - 1) / 2) * 4);
+    const drawn = routes.flatMap(({ kind, hops }, index) => {
+      const d = line(hops, lanes, this.#model.model.layers, (index - (routes.length - 1) / 2) * 4);
       return [draw("path", { class: `halo ${kind}`, d }), draw("path", { class: kind, d })];
     });
     this.#drawing.replaceChildren(...drawn);
@@ -199,7 +199,7 @@ class PeerRow {
     const [first, last] = span(peer.span);
     position(this.#bar, first / layers, (last - first) / layers);
     this.#bar.replaceChildren(...peer.entries.map((entry) => position(make("i"), (entry - first) / (last - first))));
-    COLUMNS.forEach(([, text], place) => setText(this.#cells[place], condition === "gone" ? "–" : text(peer)));
+    COLUMNS.forEach(([, text], index) => setText(this.#cells[index], condition === "gone" ? "–" : text(peer)));
   }
 }
 

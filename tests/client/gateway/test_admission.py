@@ -1,4 +1,4 @@
-"""Places and the queue for them."""
+"""Admission: slots and the queue for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(work)
 
 
-def test_who_came_first_is_served_first_and_nobody_overtakes() -> None:
+def test_requests_are_admitted_in_order() -> None:
     async def main() -> None:
         admission, order = Admission(limit=2, max_waiting=9), list[int]()
 
@@ -38,7 +38,7 @@ def test_who_came_first_is_served_first_and_nobody_overtakes() -> None:
     run(main())
 
 
-def test_more_than_may_wait_are_told_when_to_come_back() -> None:
+def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
     async def main() -> None:
         admission = Admission(limit=1, max_waiting=1)
         async with admission.slots(1):
@@ -56,7 +56,7 @@ def test_more_than_may_wait_are_told_when_to_come_back() -> None:
     run(main())
 
 
-def test_slow_answers_make_for_a_later_return() -> None:
+def test_slow_answers_lengthen_the_time_to_retry() -> None:
     async def main() -> None:
         admission = Admission(limit=1, max_waiting=3)
         for _ in range(50):
@@ -74,7 +74,7 @@ def test_slow_answers_make_for_a_later_return() -> None:
 
 
 @given(st.integers(0, 1 << 32))
-def test_whoever_gives_up_when_no_place_is_lost(seed: int) -> None:
+def test_cancelling_at_any_time_loses_no_slot(seed: int) -> None:
     rng = random.Random(seed)
 
     async def main() -> None:
