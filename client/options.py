@@ -69,7 +69,7 @@ def parse_numerics(text: str) -> Numerics | None:
     """Returns None for an empty text. Raises ConfigError quoting a malformed one."""
     parts = text.split("/") if text else []
     if len(parts) > 2 or not all(part.isalnum() for part in parts):
-        raise ConfigError(f"{text!r} is not a valid numerics; write INFERENCE/KV, for example f32/f32")
+        raise ConfigError(f"{text!r} is not valid as numerics; write INFERENCE/KV, for example f32/f32")
     return Numerics.parse(text) if text else None
 
 

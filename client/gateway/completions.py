@@ -41,8 +41,7 @@ from client.generation.generate import Piece
 from swarm.errors import ConfigError, ContextExceeded, RequestError, SwarmError, first_error
 
 _log = logging.getLogger(__name__)
-_LARGE_PROMPT = 16 << 10
-"""Length of a prompt from which on it is tokenized in a thread."""
+_LARGE_PROMPT = 16 << 10  # characters or tokens; longer prompts are tokenized in a thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +70,7 @@ class CompletionService:
             task.cancel()
 
     async def prepare(self, request: CompletionRequest) -> CompletionJob:
-        """Find the model, tokenize the prompts and check their lengths.
-
-        Raises RequestError: 404 for an unknown model, 400 with the numbers where a limit is exceeded.
-        """
+        """Find the model, tokenize the prompts, check their lengths. Raises RequestError: 404, or 400 with numbers."""
         served = self.pool.find(request.model)
         count = request.choices * len(request.prompts)
         if count > self.config.max_choices:

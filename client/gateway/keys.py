@@ -24,10 +24,7 @@ class Keys:
 
     @classmethod
     def read(cls, path: Path) -> Keys:
-        """Read a file with one key a line; empty lines and lines that begin with # are skipped.
-
-        Raises ConfigError naming the file.
-        """
+        """Read one key a line; skips empty lines and those that begin with #. Raises ConfigError naming the file."""
         try:
             lines = [line.strip() for line in path.read_text(encoding="ascii").splitlines()]
         except (OSError, UnicodeError) as error:

@@ -228,10 +228,7 @@ Probe = Callable[[PeerRecord, Hello, float], Awaitable[LinkQuality]]
 
 
 async def measure_peer(record: PeerRecord, hello: Hello, timeout: float) -> LinkQuality:
-    """Connect to the process that announced `record`, not to a restarted one, and measure the link.
-
-    Raises SwarmError.
-    """
+    """Connect to a peer and measure the link. Raises SwarmError, also where the peer restarted since its `record`."""
     channel = await Channel.open(record.places, hello, timeout=timeout)
     try:
         if channel.hello.incarnation != record.incarnation:

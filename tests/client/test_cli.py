@@ -29,7 +29,7 @@ def swarm(*words: str) -> subprocess.CompletedProcess[str]:
         (("generate", "toy", "Hi", *HERE, "--top-p", "2"), 2, "top_p is 2.0"),
         (("generate", "toy", "Hi", *HERE, "--stop", ""), 2, "stop_strings"),
         (("generate", "toy", "Hi", *HERE, "--raw", "--system", "x"), 2, "--system belongs to a chat template"),
-        (("generate", "toy", "Hi", *HERE, "--numerics", "a/b/c"), 2, "is not a valid numerics"),
+        (("generate", "toy", "Hi", *HERE, "--numerics", "a/b/c"), 2, "is not valid as numerics"),
         (("generate", "toy", "Hi", *HERE), 7, "127.0.0.1:9"),
         (("chat", "toy", *HERE), 7, "127.0.0.1:9"),
         (("chat", "./no-such-package", *HERE), 4, "no-such-package is not a model package"),

@@ -68,9 +68,7 @@ COMMON: dict[str, Any] = {
     },
     "n": _integer(1, 16, "How many answers."),
     "presence_penalty": _number(-2, 2, "Subtracted from the logit of each token that the answer contains already."),
-    "frequency_penalty": _number(
-        -2, 2, "Subtracted from the logit of a token for each time that the answer contains it."
-    ),
+    "frequency_penalty": _number(-2, 2, "Subtracted from a token's logit for each time that the answer contains it."),
     "repetition_penalty": {
         "type": ["number", "null"],
         "exclusiveMinimum": 0,

@@ -191,10 +191,7 @@ async def run(
 
 
 def _max_connections(wanted: int) -> int:
-    """How many of the `wanted` connections the limit of open files allows; raises that limit where it can.
-
-    Each connection takes a file descriptor, and services get 1,024 by default.
-    """
+    """The connections that the limit of open files allows, after raising it: services get 1,024 files by default."""
     if sys.platform == "win32":
         return wanted
     import resource

@@ -17,7 +17,7 @@ _HEADERS = [
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),  # nginx would buffer the events otherwise
 ]
-_RESTART_RETRY_S = 5.0
+_RETRY_S = 5.0
 _COMMENT = b": still here\n\n"
 
 
@@ -84,10 +84,7 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T], *
             raise CallerDisconnected
         if working.cancelled():
             raise RequestError(
-                "the gateway is stopping; try again a little later",
-                status=503,
-                reason="ending",
-                retry_after=_RESTART_RETRY_S,
+                "the gateway is stopping; try again a little later", status=503, reason="ending", retry_after=_RETRY_S
             )
         return working.result()
     finally:

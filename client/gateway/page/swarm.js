@@ -104,7 +104,7 @@ class ModelView {
     coverage.forEach((copies, layer) => {
       const cell = this.#coverage.children[layer];
       cell.dataset.copies = Math.min(copies, 3);
-      cell.title = `layer ${layer}: ${copies ? count(copies, "copy", "copies") : "nobody"}`;
+      cell.title = `layer ${layer}: ${copies ? count(copies, "copy", "copies") : "no peer"}`;
     });
     this.#coverage.setAttribute("role", "img");
     this.#coverage.setAttribute("aria-label", missing.length ? `Nobody serves the layers ${missing.join(", ")}` : "Every layer is served");

@@ -226,7 +226,7 @@ def test_numerics_and_addresses_are_parsed_or_quoted_in_an_error(tmp_path: Path)
     assert parse_numerics("f32/f32") == EXACT
     assert parse_numerics("f32") == EXACT
     for text in ("f32/", "a/b/c", "f 32"):
-        with pytest.raises(ConfigError, match="is not a valid numerics"):
+        with pytest.raises(ConfigError, match="is not valid as numerics"):
             parse_numerics(text)
     with pytest.raises(ConfigError, match="--initial-peer"):
         parse_initial_peers([])

@@ -38,7 +38,7 @@ class GatewayUnderTest:
 
 @pytest.fixture(scope="module")
 def served(gateway_town: Town, smollm2_package: Path) -> Iterator[GatewayUnderTest]:
-    """Two peers, a spare for the second half of the layers, and a gateway."""
+    """Two peers, a spare for the last layers, and a gateway."""
     members = [gateway_town[name] for name in start_peers(gateway_town, smollm2_package)]
     with real_gateway(members[0].address) as gateway:
         yield GatewayUnderTest(members, gateway.process, gateway.url, gateway.model)
