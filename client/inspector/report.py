@@ -1,7 +1,7 @@
 """The route inspector's data: peers, the links to them, the chosen route and the reasons.
 
-`inspect_swarm` is pure; only `measure` uses the network. `picture.py` draws an `Inspection` for people; programs get
-`Inspection.to_plain()`.
+`inspect_swarm` is pure; only `measure` uses the network. `picture.py` draws an `Inspection` for people, and
+`Inspection.to_plain()` is for programs.
 """
 
 from __future__ import annotations
