@@ -1,4 +1,4 @@
-"""The commands `swarm generate` and `swarm chat`. The text goes to stdout as it comes, everything else to stderr."""
+"""The commands `swarm generate` and `swarm chat`. The answer streams to stdout, everything else goes to stderr."""
 
 from __future__ import annotations
 
@@ -31,24 +31,26 @@ from client.progress import Progress, describe
 from swarm.errors import ConfigError, ContextExceeded, SwarmError
 from swarm.process import event_loop
 
-MaxNewTokens = Annotated[int, typer.Option(help="The most tokens that an answer may have.")]
-Temperature = Annotated[float | None, typer.Option(help="Over 0: draw tokens at random; 0 or left out: the likeliest.")]
+MaxNewTokens = Annotated[int, typer.Option(help="The maximum number of tokens in an answer.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="Over 0: draw tokens at random; 0 or left out: take the likeliest.")
+]
 TopK = Annotated[int | None, typer.Option(help="Draw among this many of the likeliest tokens; 0: among all.")]
 TopP = Annotated[float | None, typer.Option(help="Draw among the likeliest tokens that together have this share.")]
 MinP = Annotated[float | None, typer.Option(help="Leave out tokens below this share of the likeliest one's.")]
-Penalty = Annotated[float, typer.Option(help="Over 1: tokens that are there already become less likely.")]
+Penalty = Annotated[float, typer.Option(help="Over 1: tokens that are in the text already become less likely.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed draws the same text.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this text; repeat it to name several.")]
 DraftTokens = Annotated[
     int | None,
-    typer.Option(min=0, max=MAX_GUESSES, help="Guess this many tokens a trip; left out, what is measured decides."),
+    typer.Option(min=0, max=MAX_GUESSES, help="Guess this many tokens a trip; left out, measurements decide."),
 ]
-System = Annotated[str | None, typer.Option(help="What the model is told before everything else.")]
+System = Annotated[str | None, typer.Option(help="The system prompt: instructions before the conversation.")]
 
 
 def generate(
     model: ModelArgument,
-    prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from stdin.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
     initial_peers: InitialPeers,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = None,
@@ -85,12 +87,12 @@ def generate(
     if raw and system is not None:
         raise ConfigError("--system belongs to a chat template, and --raw uses none: leave one of them out")
     text = _stdin().read() if prompt == "-" else prompt
-    asked: str | list[dict[str, str]] = text
+    question: str | list[dict[str, str]] = text
     if system is not None:
-        asked = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+        question = [{"role": "system", "content": system}, {"role": "user", "content": text}]
     with Progress() as progress:
         reply = event_loop.run(
-            _generate(model, initial_peers, numerics, prefix_key, asked, config, progress, raw, as_json)
+            _generate(model, initial_peers, numerics, prefix_key, question, config, progress, raw, as_json)
         )
         if as_json:
             write_json(reply.to_plain(), indent=None)
@@ -102,7 +104,7 @@ async def _generate(
     initial_peers: list[str],
     numerics: str,
     prefix_key: str | None,
-    asked: str | list[dict[str, str]],
+    question: str | list[dict[str, str]],
     config: GenerationConfig,
     progress: Progress,
     raw: bool,
@@ -110,9 +112,9 @@ async def _generate(
 ) -> Reply:
     async with (
         await _connect(model, initial_peers, numerics, prefix_key, progress) as client,
-        aclosing(client.generate(asked, config, raw=raw)) as pieces,
+        aclosing(client.generate(question, config, raw=raw)) as pieces,
     ):
-        return await collect(pieces if as_json else _shown(pieces, progress))
+        return await collect(pieces if as_json else _echo(pieces, progress))
 
 
 def chat(
@@ -130,12 +132,12 @@ def chat(
     draft_tokens: DraftTokens = None,
     system: System = None,
     context: Annotated[
-        int, typer.Option(min=2, help="Tokens of conversation to reserve room for on the peers.")
+        int, typer.Option(min=2, help="Tokens of conversation for which the peers reserve KV cache.")
     ] = ClientConfig.chat_tokens,
     numerics: NumericsOption = "",
     prefix_key: PrefixKey = None,
 ) -> None:
-    """Talk in turns; the peers keep what they have read.
+    """Talk in turns; the peers keep the KV cache between them.
 
     Lines that begin with a slash are commands: /reset forgets the conversation, /route shows the peers,
     /quit ends it. Ctrl-C stops an answer, twice in a row it quits.
@@ -152,11 +154,11 @@ def chat(
         draft=draft,
         num_assistant_tokens=draft_tokens,
     )
-    # Between turns the loop stands still, so that input() has the terminal, its editing and Ctrl-C to itself.
+    # Between turns the event loop does not run: input() then has the terminal, its editing and Ctrl-C to itself.
     with Progress() as progress, event_loop.runner() as runner:
         client = runner.run(_connect(model, initial_peers, numerics, prefix_key, progress, chat_tokens=context))
         try:
-            runner.run(client.load_draft(draft))  # a wrong one is said before anything is asked
+            runner.run(client.load_draft(draft))  # a wrong draft must fail before the first question
             session = client.session(config, system=system)
             _Conversation(session, runner, progress).run()
         finally:
@@ -164,7 +166,7 @@ def chat(
 
 
 class _Conversation:
-    """Questions from stdin, answers to stdout."""
+    """The loop of `swarm chat`: questions from stdin, answers to stdout."""
 
     def __init__(self, session: ChatSession, runner: asyncio.Runner, progress: Progress) -> None:
         self._session = session
@@ -174,25 +176,25 @@ class _Conversation:
         self._interrupted = False
 
     def run(self) -> None:
-        """Until /quit, the end of the input, or Ctrl-C twice in a row (KeyboardInterrupt)."""
+        """Run until /quit or the end of the input. Raises KeyboardInterrupt after Ctrl-C twice in a row."""
         if self._interactive:
             with suppress(ImportError):
                 import readline  # noqa: F401  # importing it gives input() editing and a history
             self._progress.note("/reset forgets the conversation, /route shows the peers, /quit ends it")
         while True:
             try:
-                line = self._read()
+                line = self._read_line()
                 if line is None or line == "/quit":
                     return
                 self._interrupted = False
-                self._take(line)
+                self._handle(line)
             except KeyboardInterrupt:
                 if self._interrupted:
                     raise
                 self._interrupted = True
-                self._progress.note("Ctrl-C once more quits")
+                self._progress.note("press Ctrl-C again to quit")
 
-    def _read(self) -> str | None:
+    def _read_line(self) -> str | None:
         if self._interactive:
             self._progress.ask("> ")
         try:
@@ -200,14 +202,14 @@ class _Conversation:
         except EOFError:
             return None
 
-    def _take(self, line: str) -> None:
+    def _handle(self, line: str) -> None:
         if line == "/reset":
             self._session.reset()
-            self._progress.note("the conversation is forgotten")
+            self._progress.note("the conversation is reset")
         elif line == "/route":
             self._progress.note(self._session.route or "no route yet: it is chosen with the first question")
         elif line.startswith("/"):
-            self._progress.note(f"{line.split()[0]} is no command; there are /reset, /route and /quit")
+            self._progress.note(f"{line.split()[0]} is not a command; the commands are /reset, /route and /quit")
         elif line:
             self._answer(line)
 
@@ -217,14 +219,14 @@ class _Conversation:
         except SwarmError as error:
             if not self._interactive:
                 raise
-            # the conversation is as it was before this question
+            # The session dropped this question: the conversation can go on.
             self._progress.note(f"error: {error}")
             if isinstance(error, ContextExceeded):
-                self._progress.note("/reset begins anew")
+                self._progress.note("/reset starts a new conversation")
 
     async def _turn(self, text: str) -> Reply:
         async with aclosing(self._session.stream(text)) as pieces:
-            return await collect(_shown(pieces, self._progress))
+            return await collect(_echo(pieces, self._progress))
 
 
 async def _connect(
@@ -240,18 +242,18 @@ async def _connect(
     if prefix_key is not None:
         config = dataclasses.replace(config, prefix_key=prefix_key)
     addresses = parse_initial_peers(initial_peers)
-    return await SwarmClient.connect(model, initial_peers=addresses, config=config, on_event=progress.hear)
+    return await SwarmClient.connect(model, initial_peers=addresses, config=config, on_event=progress.on_event)
 
 
 def _stdin() -> TextIO:
-    """Whatever bytes come: those that are no text are named where the prompt is looked at, and a chat goes on."""
+    """stdin that accepts any bytes: the check of the prompt names those that are not text, and a chat goes on."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     return sys.stdin
 
 
-async def _shown(pieces: AsyncIterator[Piece], progress: Progress) -> AsyncIterator[Piece]:
-    """The same pieces; their text goes to stdout on the way."""
+async def _echo(pieces: AsyncIterator[Piece], progress: Progress) -> AsyncIterator[Piece]:
+    """Yields the pieces and writes their text to stdout."""
     try:
         async for piece in pieces:
             progress.write(piece.text)

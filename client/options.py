@@ -1,4 +1,4 @@
-"""What the commands of a client share: options with their help, and where their output goes."""
+"""What the client's commands share: options with their help texts, and output to stdout and stderr."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from swarm.model.numerics import Numerics
 from swarm.transport.address import Address
 
 USUAL_SESSION_TOKENS = 128 + GenerationConfig.max_new_tokens
-"""What `swarm generate` asks of each peer for a short prompt: the routes shown are then those that it takes."""
+"""Tokens of KV cache that `swarm generate` reserves on each peer for a short prompt. Routes are shown for as many."""
 InitialPeers = Annotated[
     list[str],
     typer.Option(
         "--initial-peer",
         metavar="HOST:PORT[#PEER_ID]",
-        help="A peer to start from; repeat it to name several. With #PEER_ID nobody else is accepted there.",
+        help="A peer to start from; repeat it to name several. With #PEER_ID no other peer is accepted there.",
     ),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Write JSON to stdout instead of text.")]
@@ -36,7 +36,8 @@ ModelArgument = Annotated[
 NumericsOption = Annotated[
     str,
     typer.Option(
-        metavar="INFERENCE/KV", help="Only peers that compute so, for example f32/f32. Default: whatever is cheapest."
+        metavar="INFERENCE/KV",
+        help="Use only peers with these numerics, for example f32/f32. Default: the cheapest route.",
     ),
 ]
 DraftOption = Annotated[
@@ -52,47 +53,47 @@ PrefixKey = Annotated[
     str | None,
     typer.Option(
         metavar="TEXT",
-        help="Share what peers keep of prompts with all who give the same key; otherwise with nobody.",
+        help="Share cached prompts on the peers with all callers that give the same key. Default: share nothing.",
     ),
 ]
 
 
 def parse_initial_peers(texts: Sequence[str]) -> list[Address]:
-    """Raises AddressError quoting the one that is wrong, and ConfigError where there is none."""
+    """Raises AddressError quoting the malformed address, and ConfigError where the list is empty."""
     if not texts:
         raise ConfigError("no peer to start from; add --initial-peer HOST:PORT, as `swarm join` prints it")
     return [Address.parse(text) for text in texts]
 
 
 def parse_numerics(text: str) -> Numerics | None:
-    """None for an empty text. Raises ConfigError quoting it."""
+    """Returns None for an empty text. Raises ConfigError quoting a malformed one."""
     parts = text.split("/") if text else []
     if len(parts) > 2 or not all(part.isalnum() for part in parts):
-        raise ConfigError(f"{text!r} is no numerics; write INFERENCE/KV, for example f32/f32")
+        raise ConfigError(f"{text!r} is not valid as numerics; write INFERENCE/KV, for example f32/f32")
     return Numerics.parse(text) if text else None
 
 
 def package_manifest(text: str) -> Manifest | None:
-    """The manifest where `text` is a package's directory; None where it is the name of a model or its digest.
+    """Load the manifest where `text` is a package's directory. Returns None for the name or digest of a model.
 
-    Raises PackageError where it is a path without a package.
+    Raises PackageError where `text` is a path without a package.
     """
     folder = package_folder(text)
     return load_manifest(folder) if folder else None
 
 
 def results() -> Console:
-    """Where data goes: stdout. What is printed is text: peers name themselves, and none of it is markup."""
+    """The console for data. Without markup: names of peers are untrusted text."""
     return Console(highlight=False, markup=False, emoji=False)
 
 
 def messages() -> Console:
-    """Where everything goes that is not data: stderr. No markup here either."""
+    """The console for everything but data. Without markup, too."""
     return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def write_json(plain: dict[str, Any], *, indent: int | None = 2) -> None:
-    """One object to stdout, readable; with `indent` None on one line. All of it or, where it is no JSON, nothing."""
+    """Write one object to stdout, on one line where `indent` is None. Raises ValueError for NaN, and writes nothing."""
     text = json.dumps(plain, indent=indent, allow_nan=False)
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()

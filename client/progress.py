@@ -1,4 +1,4 @@
-"""What a person sees while a command works: the answer on stdout, the rest on stderr."""
+"""Progress of a command on the terminal: the answer on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from client.generation.generate import FinishReason, Reply
 from client.options import messages
 from client.speculation.speculation import SpeculationReport
 
-_EVERY_S = 1.0
-_CHANGES_SHOWN = 6
+_INTERVAL_S = 1.0
+_MAX_WINDOWS_SHOWN = 6
 
 
 class Progress:
-    """On a terminal one line that changes and goes away; elsewhere a line a second at most, and none twice in a row.
+    """Shows progress: on a terminal as one changing status line, elsewhere as at most one line a second.
 
-    What is waited for is always said.
+    Off a terminal no line is repeated in a row; what the client waits for is printed at once.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Progress:
         self._clock = clock
         self._status: Status | None = None
         self._mid_line = False
-        self._quiet_until = clock() + _EVERY_S
-        self._waits_for = self._said = ""
+        self._quiet_until = clock() + _INTERVAL_S
+        self._last_wait = self._last_status = ""
 
     def __enter__(self) -> Self:
         return self
@@ -48,57 +48,57 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hide()
+        self._clear_status()
         self.end_line()
 
-    def hear(self, event: Event) -> None:
-        """For `SwarmClient.connect(on_event=...)`."""
+    def on_event(self, event: Event) -> None:
+        """The callback for `SwarmClient.connect(on_event=...)`."""
         if event.stage in (Stage.TRUSTED, Stage.REPAIRING):
             self.note(event.text)
         elif event.stage in (Stage.WAITING, Stage.DRAFT) and not self._console.is_terminal:
-            if event.text != self._waits_for:
+            if event.text != self._last_wait:
                 self.note(event.text)
-            self._waits_for = event.text
+            self._last_wait = event.text
         elif event.stage is not Stage.CONNECTED:
             share = f" {event.done / event.total:.0%}" if event.total else ""
-            self._busy(event.text + share, breaks=event.stage is Stage.WAITING)
+            self._show_status(event.text + share, interrupt=event.stage is Stage.WAITING)
 
     def write(self, text: str) -> None:
-        """A piece of the answer."""
+        """Write a piece of the answer to stdout."""
         if text:
-            self._hide()
+            self._clear_status()
             self._output.write(text)
             self._output.flush()
             self._mid_line = not text.endswith("\n")
 
     def end_line(self) -> None:
-        """What comes next begins a line."""
+        """Begin a new line on stdout, unless it is at the start of one."""
         if self._mid_line:
             self._output.write("\n")
             self._output.flush()
             self._mid_line = False
 
     def note(self, text: str, *, dim: bool = False) -> None:
-        """A line to stderr that stays."""
-        self._hide()
+        """Print a permanent line to stderr."""
+        self._clear_status()
         if self._console.is_terminal:
             self.end_line()
         self._console.print(text, style="dim" if dim else "", markup=False, soft_wrap=True)
 
     def ask(self, prompt: str) -> None:
-        """Before something is typed."""
-        self._hide()
+        """Print the prompt of an input line."""
+        self._clear_status()
         self._console.print(prompt, end="", markup=False)
 
-    def _busy(self, text: str, *, breaks: bool) -> None:
-        """Something takes its time; in the middle of an answer's line only if it `breaks` that."""
+    def _show_status(self, text: str, *, interrupt: bool) -> None:
+        """Show what is going on. In the middle of an answer's line only with `interrupt`, on a new line."""
         if not self._console.is_terminal:
-            if self._clock() >= self._quiet_until and text != self._said:
-                self._quiet_until = self._clock() + _EVERY_S
-                self._said = text
+            if self._clock() >= self._quiet_until and text != self._last_status:
+                self._quiet_until = self._clock() + _INTERVAL_S
+                self._last_status = text
                 self._console.print(text, markup=False, soft_wrap=True)
             return
-        if self._mid_line and not breaks:
+        if self._mid_line and not interrupt:
             return
         self.end_line()
         if self._status is None:
@@ -107,14 +107,14 @@ class Progress:
         else:
             self._status.update(escape(text))
 
-    def _hide(self) -> None:
+    def _clear_status(self) -> None:
         if self._status is not None:
             self._status.stop()
             self._status = None
 
 
 def describe(reply: Reply) -> str:
-    """One line about an answer: how fast, over whom, and why it ended if that is not plain."""
+    """One line about an answer: its speed and route, and why it ended unless the model ended it."""
     metrics = reply.metrics
     cached = f", {metrics.reused_tokens} of them cached" if metrics.reused_tokens else ""
     speed = f" at {metrics.tokens_per_second:.1f} tokens/s" if metrics.new_tokens > 1 else ""
@@ -124,7 +124,7 @@ def describe(reply: Reply) -> str:
         f"{metrics.prompt_tokens} tokens of prompt{cached}",
         metrics.route,
     ]
-    parts += _guessing(metrics.speculation)
+    parts += _describe_speculation(metrics.speculation)
     if metrics.repairs:
         parts.append(f"{metrics.repairs} {'repair' if metrics.repairs == 1 else 'repairs'}")
     if reply.finish_reason is FinishReason.CONTEXT:
@@ -134,7 +134,7 @@ def describe(reply: Reply) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def _guessing(report: SpeculationReport | None) -> list[str]:
+def _describe_speculation(report: SpeculationReport | None) -> list[str]:
     if report is None:
         return []
     parts = []
@@ -143,7 +143,7 @@ def _guessing(report: SpeculationReport | None) -> list[str]:
         parts += [
             f"{report.accepted} of {report.proposed} guesses accepted ({report.draft}), "
             f"{report.tokens_a_trip:.1f} tokens a trip{without}",
-            f"guesses a window: {_windows(report)}",
+            f"guesses a window: {_describe_windows(report)}",
         ]
     if report.off:
         parts.append(f"no guesses ({report.draft}) at the end: {report.off}")
@@ -152,7 +152,7 @@ def _guessing(report: SpeculationReport | None) -> list[str]:
     return parts
 
 
-def _windows(report: SpeculationReport) -> str:
-    """`3, 5x2` for windows of three guesses, then of five with two windows under way; the last changes."""
+def _describe_windows(report: SpeculationReport) -> str:
+    """`3, 5x2`: windows of three guesses, then two concurrent windows of five. Only the last few changes."""
     sizes = [f"{k}x{depth}" if depth > 1 else str(k) for _, k, depth in report.windows]
-    return ", ".join(["...", *sizes[-_CHANGES_SHOWN:]] if len(sizes) > _CHANGES_SHOWN else sizes)
+    return ", ".join(["...", *sizes[-_MAX_WINDOWS_SHOWN:]] if len(sizes) > _MAX_WINDOWS_SHOWN else sizes)

@@ -1,1 +1,1 @@
-"""The gateway: a client of the swarm that speaks OpenAI's HTTP API. Nothing else of this program imports it."""
+"""The gateway: a client of the swarm that serves OpenAI's HTTP API. No other package of the client imports it."""

@@ -1,4 +1,4 @@
-"""How many answers are made at once, and how many may wait: first come, first served."""
+"""Admission of requests: how many choices are generated at once and how many wait, first come, first served."""
 
 from __future__ import annotations
 
@@ -9,83 +9,83 @@ from collections.abc import AsyncIterator
 
 from swarm.errors import RequestError
 
-_RETRY_S = 1.0
-_LONGEST_RETRY_S = 60.0
-_LEARN = 0.2
+_MIN_RETRY_S = 1.0
+_MAX_RETRY_S = 60.0
+_SMOOTHING = 0.2
 
 
 class Admission:
-    """`limit` places; a request takes as many as it wants answers. At most `waiting` answers wait for theirs."""
+    """`limit` slots, one for each choice of a request. At most `max_waiting` choices wait for theirs."""
 
-    def __init__(self, *, limit: int, waiting: int) -> None:
+    def __init__(self, *, limit: int, max_waiting: int) -> None:
         self._limit = limit
-        self._max_waiting = waiting
-        self._taken = 0
+        self._max_waiting = max_waiting
+        self._running = 0
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._typical_s = _RETRY_S
+        self._average_s = _MIN_RETRY_S
 
     @property
     def running(self) -> int:
-        return self._taken
+        return self._running
 
     @property
     def waiting(self) -> int:
-        return sum(places for places, _ in self._queue)
+        return sum(count for count, _ in self._queue)
 
-    def took(self, seconds: float) -> None:
-        """An answer took so long: what Retry-After goes by."""
-        self._typical_s += _LEARN * (seconds - self._typical_s)
+    def record_duration(self, seconds: float) -> None:
+        """Record how long a request ran: Retry-After is estimated from it."""
+        self._average_s += _SMOOTHING * (seconds - self._average_s)
 
     @contextlib.asynccontextmanager
-    async def places(self, count: int) -> AsyncIterator[None]:
-        """Hold `count` places. Raises RequestError (429, or 400 where there are never as many)."""
-        await self._enter(count)
+    async def slots(self, count: int) -> AsyncIterator[None]:
+        """Hold `count` slots. Raises RequestError: 429 where the queue is full, 400 where `count` is over the limit."""
+        await self._acquire(count)
         try:
             yield
         finally:
-            self._leave(count)
+            self._release(count)
 
-    async def _enter(self, count: int) -> None:
+    async def _acquire(self, count: int) -> None:
         if count > self._limit:
             raise RequestError(f"this asks for {count} answers and at most {self._limit} are made at once", param="n")
-        if not self._queue and self._taken + count <= self._limit:
-            self._taken += count
+        if not self._queue and self._running + count <= self._limit:
+            self._running += count
             return
         if self.waiting + count > self._max_waiting:
             raise RequestError(
-                f"{self._taken} answers are being made and {self.waiting} wait; try again a little later",
+                f"{self._running} answers are being made and {self.waiting} wait; try again a little later",
                 status=429,
                 reason="rate_limit_exceeded",
                 retry_after=self._retry_after(),
             )
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (count, place)
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (count, admitted)
         self._queue.append(entry)
         try:
-            await place
+            await admitted
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
-                self._leave(count)  # it was called up at the very moment it gave up
+            if admitted.done() and not admitted.cancelled():
+                self._release(count)  # it was admitted and cancelled in the same turn of the event loop
             else:
                 with contextlib.suppress(ValueError):
                     self._queue.remove(entry)
-                self._call_up()  # whoever is behind may need less
+                self._admit_waiting()  # the next in the queue may need fewer slots
             raise
 
-    def _leave(self, count: int) -> None:
-        self._taken -= count
-        self._call_up()
+    def _release(self, count: int) -> None:
+        self._running -= count
+        self._admit_waiting()
 
-    def _call_up(self) -> None:
+    def _admit_waiting(self) -> None:
         while self._queue:
-            count, place = self._queue[0]
-            if not place.cancelled():
-                if self._taken + count > self._limit:
+            count, admitted = self._queue[0]
+            if not admitted.cancelled():
+                if self._running + count > self._limit:
                     return
-                self._taken += count
-                place.set_result(None)
+                self._running += count
+                admitted.set_result(None)
             self._queue.popleft()
 
     def _retry_after(self) -> float:
-        ahead = self.waiting / self._limit
-        return min(max(self._typical_s * ahead, _RETRY_S), _LONGEST_RETRY_S)
+        rounds_ahead = self.waiting / self._limit
+        return min(max(self._average_s * rounds_ahead, _MIN_RETRY_S), _MAX_RETRY_S)

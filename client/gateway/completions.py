@@ -1,7 +1,7 @@
-"""From a checked request to its answer: places, generations, and what goes back.
+"""From a checked request to its answer: admission, generation, response.
 
-A request is refused by its status as long as nothing was sent. Once a stream has begun, what goes wrong is an event in
-it, after which it ends without `[DONE]`.
+Until something is sent, a failure sets the status of the response. After a stream has begun, a failure is an event in
+it, and the stream ends without `[DONE]`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,24 +21,32 @@ from starlette.types import Receive, Scope, Send
 from client.client import Prompt
 from client.config import GenerationConfig
 from client.gateway.admission import Admission
-from client.gateway.api.errors import BUG, ApiError, api_error_of
+from client.gateway.api.errors import INTERNAL_ERROR, ApiError, api_error_of
 from client.gateway.api.requests import CompletionRequest
-from client.gateway.api.responses import DONE, ChatFormat, ResponseFormat, TextFormat, Usage, Written, finish_reason
+from client.gateway.api.responses import (
+    DONE,
+    ChatFormat,
+    FinishedChoice,
+    ResponseFormat,
+    TextFormat,
+    Usage,
+    finish_reason,
+)
 from client.gateway.config import GatewayConfig
 from client.gateway.http.asgi import respond
-from client.gateway.http.sse import EventStream, Vanished, unless_vanished
+from client.gateway.http.sse import CallerDisconnected, EventStream, cancel_on_disconnect
 from client.gateway.metrics import Gauges
 from client.gateway.model_pool import ModelPool, ServedModel
 from client.generation.generate import Piece
 from swarm.errors import ConfigError, ContextExceeded, RequestError, SwarmError, first_error
 
 _log = logging.getLogger(__name__)
-_LONG_TEXT = 16 << 10
+_LARGE_PROMPT = 16 << 10  # characters or tokens; longer prompts are tokenized in a thread
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """One answer to be made, to the request's prompt number `prompt`."""
+class ChoiceSpec:
+    """One choice to generate, for the request's prompt number `prompt`."""
 
     index: int
     prompt: int
@@ -47,63 +55,53 @@ class Choice:
 
 
 class CompletionService:
-    """Makes answers, at most so many at once."""
+    """Prepares requests and holds what running requests share. `running` are their tasks."""
 
-    def __init__(
-        self,
-        pool: ModelPool,
-        config: GatewayConfig,
-        gauges: Gauges,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        self.admission = Admission(limit=config.max_concurrent, waiting=config.max_waiting)
+    def __init__(self, pool: ModelPool, config: GatewayConfig, gauges: Gauges) -> None:
+        self.admission = Admission(limit=config.max_concurrent, max_waiting=config.max_waiting)
         self.running: set[asyncio.Task[Any]] = set()
         self.pool = pool
         self.config = config
         self.gauges = gauges
-        self.clock = clock
-        self._wall = wall
 
-    def cut_off(self) -> None:
-        """End what is being answered; its callers are told."""
+    def cancel_all(self) -> None:
+        """Cancel running requests; their callers get a 503."""
         for task in list(self.running):
             task.cancel()
 
-    async def job(self, asked: CompletionRequest) -> CompletionJob:
-        """Raises RequestError (404, 400 with the numbers)."""
-        served = self.pool.find(asked.model)
-        count = asked.choices * len(asked.prompts)
+    async def prepare(self, request: CompletionRequest) -> CompletionJob:
+        """Find the model, tokenize the prompts, check their lengths. Raises RequestError: 404, or 400 with numbers."""
+        served = self.pool.find(request.model)
+        count = request.choices * len(request.prompts)
         if count > self.config.max_choices:
             raise RequestError(f"this asks for {count} answers; at most {self.config.max_choices} at once", param="n")
-        prompts = [await self._encode(served, prompt, asked.chat) for prompt in asked.prompts]
+        prompts = [await self._encode(served, prompt, request.chat) for prompt in request.prompts]
         choices = [
-            Choice(
-                index=place * asked.choices + each,
-                prompt=place,
+            ChoiceSpec(
+                index=number * request.choices + choice,
+                prompt=number,
                 ids=ids,
-                config=asked.config_of(each, self._limit(served, len(ids), asked)),
+                config=request.config_for(choice, self._max_new_tokens(served, len(ids), request)),
             )
-            for place, ids in enumerate(prompts)
-            for each in range(asked.choices)
+            for number, ids in enumerate(prompts)
+            for choice in range(request.choices)
         ]
-        shape = (ChatFormat if asked.chat else TextFormat)(
+        response_format = (ChatFormat if request.chat else TextFormat)(
             answer_id=secrets.token_hex(12),
-            created=int(self._wall()),
+            created=int(time.time()),
             model=served.name,
             decode=served.client.tokenizer.decode,
-            include_usage=asked.include_usage,
+            include_usage=request.include_usage,
         )
-        return CompletionJob(self, served, asked, choices, shape, Usage([len(ids) for ids in prompts]))
+        return CompletionJob(self, served, request, choices, response_format, Usage([len(ids) for ids in prompts]))
 
     async def _encode(self, served: ServedModel, prompt: Prompt, chat: bool) -> Sequence[int]:
         """Raises RequestError that names the parameter."""
         client, param = served.client, "messages" if chat else "prompt"
         if not prompt:
-            raise RequestError("the prompt is empty: there is nothing to go on from", param=param)
+            raise RequestError("the prompt is empty: there is nothing to continue", param=param)
         try:
-            if _size(prompt) > _LONG_TEXT:  # takes the tokenizer a while, and others wait for the loop
+            if _prompt_size(prompt) > _LARGE_PROMPT:  # tokenizing it would block the event loop
                 ids = await asyncio.to_thread(client.encode, prompt, raw=not chat)
             else:
                 ids = client.encode(prompt, raw=not chat)
@@ -113,17 +111,17 @@ class CompletionService:
             raise RequestError(str(error), reason="context_length_exceeded", param=param) from error
         return ids
 
-    def _limit(self, served: ServedModel, prompt: int, asked: CompletionRequest) -> int:
-        """The most tokens of an answer. Raises RequestError with the numbers where they do not fit."""
+    def _max_new_tokens(self, served: ServedModel, prompt: int, request: CompletionRequest) -> int:
+        """The limit of an answer to a prompt of `prompt` tokens. Raises RequestError where it does not fit."""
         context = served.client.manifest.context_length
-        limit = asked.limit
+        limit = request.max_new_tokens
         if prompt >= context or (limit is not None and prompt + limit > context):
             wanted = "" if limit is None else f" and asks for {limit} more"
             raise RequestError(
                 f"the context of {served.name} is {context} tokens; the prompt has {prompt}{wanted}: "
                 f"{prompt + (limit or 1)} in all. Shorten the prompt, or ask for less",
                 reason="context_length_exceeded",
-                param="max_tokens" if prompt < context else "messages" if asked.chat else "prompt",
+                param="max_tokens" if prompt < context else "messages" if request.chat else "prompt",
             )
         return min(self.config.default_tokens, context - prompt) if limit is None else limit
 
@@ -133,110 +131,110 @@ class CompletionJob:
 
     def __init__(
         self,
-        answering: CompletionService,
+        service: CompletionService,
         served: ServedModel,
-        asked: CompletionRequest,
-        choices: list[Choice],
-        shape: ResponseFormat,
+        request: CompletionRequest,
+        choices: list[ChoiceSpec],
+        response_format: ResponseFormat,
         usage: Usage,
     ) -> None:
-        self._answering = answering
+        self._service = service
         self._served = served
-        self._asked = asked
+        self._request = request
         self._choices = choices
-        self._shape = shape
+        self._format = response_format
         self._usage = usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answering = self._answering
+        gauges = self._service.gauges
         stream = EventStream(send)
         try:
-            work = self._stream(stream) if self._asked.stream else self._whole(send)
-            await unless_vanished(receive, work, among=answering.running)
+            work = self._respond_stream(stream) if self._request.stream else self._respond_whole(send)
+            await cancel_on_disconnect(receive, work, tasks=self._service.running)
         except Exception as raised:
             error = first_error(raised) if isinstance(raised, ExceptionGroup) else raised
-            if isinstance(error, Vanished):
-                answering.gauges.vanished.labels(self._served.name).inc()
+            if isinstance(error, CallerDisconnected):
+                gauges.vanished.labels(self._served.name).inc()
             elif isinstance(error, SwarmError):
-                await self._tell(api_error_of(error), stream, send)
+                await self._send_error(api_error_of(error), stream, send)
             else:
                 _log.error("a bug of this program, while it answered", exc_info=error)
-                await self._tell(BUG, stream, send)
+                await self._send_error(INTERNAL_ERROR, stream, send)
 
-    async def _tell(self, problem: ApiError, stream: EventStream, send: Send) -> None:
-        self._answering.gauges.failures.labels(problem.code).inc()
+    async def _send_error(self, error: ApiError, stream: EventStream, send: Send) -> None:
+        self._service.gauges.failures.labels(error.code).inc()
         if stream.started:
-            await stream.write(b"data: " + json.dumps(problem.to_plain()).encode() + b"\n\n")
+            await stream.write(b"data: " + json.dumps(error.to_plain()).encode() + b"\n\n")
             await stream.end()
         else:
-            await respond(send, problem.to_plain(), status=problem.status, headers=problem.headers)
+            await respond(send, error.to_plain(), status=error.status, headers=error.headers)
 
-    async def _whole(self, send: Send) -> None:
-        async with self._places(), asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._write(choice)) for choice in self._choices]
-        written = [task.result() for task in tasks]
-        await respond(send, self._shape.whole(written, self._usage, swarm_metrics=self._asked.swarm_metrics))
+    async def _respond_whole(self, send: Send) -> None:
+        async with self._admitted(), asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._finish_choice(choice)) for choice in self._choices]
+        finished = [task.result() for task in tasks]
+        await respond(send, self._format.response(finished, self._usage, swarm_metrics=self._request.swarm_metrics))
 
-    async def _write(self, choice: Choice) -> Written:
-        pieces = [piece async for piece in self._pieces(choice)]
+    async def _finish_choice(self, choice: ChoiceSpec) -> FinishedChoice:
+        pieces = [piece async for piece in self._generate(choice)]
         last = pieces[-1]
         assert last.finish_reason is not None
         assert last.metrics is not None
-        return Written(
+        return FinishedChoice(
             text="".join(piece.text for piece in pieces),
             reason=finish_reason(last.finish_reason),
-            logprobs=self._shape.logprobs(choice.index, pieces) if choice.config.logprobs is not None else None,
+            logprobs=self._format.logprobs(choice.index, pieces) if choice.config.logprobs is not None else None,
             metrics=last.metrics,
         )
 
-    async def _stream(self, stream: EventStream) -> None:
-        async with stream.kept_alive(self._answering.config.heartbeat_s):
-            async with self._places(), asyncio.TaskGroup() as group:
+    async def _respond_stream(self, stream: EventStream) -> None:
+        async with stream.heartbeat(self._service.config.heartbeat_s):
+            async with self._admitted(), asyncio.TaskGroup() as group:
                 for choice in self._choices:
-                    group.create_task(self._write_events(choice, stream))
-            if self._asked.include_usage:
-                await stream.write(self._shape.usage(self._usage))
+                    group.create_task(self._stream_choice(choice, stream))
+            if self._request.include_usage:
+                await stream.write(self._format.usage_chunk(self._usage))
             await stream.write(DONE)
         await stream.end()
 
-    async def _write_events(self, choice: Choice, stream: EventStream) -> None:
-        shape, begun = self._shape, False
-        async with contextlib.aclosing(self._pieces(choice)) as pieces:
+    async def _stream_choice(self, choice: ChoiceSpec, stream: EventStream) -> None:
+        response_format, begun = self._format, False
+        async with contextlib.aclosing(self._generate(choice)) as pieces:
             async for piece in pieces:
-                event = shape.piece(choice.index, piece)
-                if piece.metrics is not None and self._asked.swarm_metrics:
-                    event = shape.with_metrics(event, piece.metrics)
+                event = response_format.chunk(choice.index, piece)
+                if piece.metrics is not None and self._request.swarm_metrics:
+                    event = response_format.with_metrics(event, piece.metrics)
                 if not begun:
-                    event, begun = shape.first(choice.index) + event, True
+                    event, begun = response_format.first_chunk(choice.index) + event, True
                 if event:
                     await stream.write(event)
 
-    async def _pieces(self, choice: Choice) -> AsyncGenerator[Piece, None]:
-        """The pieces of one answer, counted on their way."""
-        served, gauges = self._served, self._answering.gauges
-        watch = gauges.watch(served.name)
+    async def _generate(self, choice: ChoiceSpec) -> AsyncGenerator[Piece, None]:
+        """Yields the pieces of one choice and records them in usage and metrics."""
+        served = self._served
+        timer = self._service.gauges.time_answer(served.name)
         async with contextlib.aclosing(served.client.generate(choice.ids, choice.config)) as pieces:
             async for piece in pieces:
-                served.heard()
-                watch.piece(len(piece.token_ids))
+                served.record_token()
+                timer.on_tokens(len(piece.token_ids))
                 if piece.metrics is not None:
                     self._usage.add(choice.prompt, piece.metrics)
-                    watch.finished(piece.metrics)
+                    timer.on_finish(piece.metrics)
                 yield piece
 
     @contextlib.asynccontextmanager
-    async def _places(self) -> AsyncIterator[None]:
-        answering = self._answering
-        asked_at = answering.clock()
-        async with answering.admission.places(len(self._choices)):
-            began = answering.clock()
-            answering.gauges.queue_seconds.observe(began - asked_at)
+    async def _admitted(self) -> AsyncIterator[None]:
+        service = self._service
+        queued_at = time.monotonic()
+        async with service.admission.slots(len(self._choices)):
+            began_at = time.monotonic()
+            service.gauges.queue_seconds.observe(began_at - queued_at)
             yield
-        answering.admission.took(answering.clock() - began)
+        service.admission.record_duration(time.monotonic() - began_at)
 
 
-def _size(prompt: Prompt) -> int:
-    """Characters of a text or a conversation, or token ids."""
+def _prompt_size(prompt: Prompt) -> int:
+    """Characters of a text or a conversation; number of token ids."""
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return len(prompt)
-    return sum(len(each["content"]) for each in prompt if not isinstance(each, int))
+    return sum(len(message["content"]) for message in prompt if not isinstance(message, int))

@@ -1,4 +1,4 @@
-"""What a gateway can be told, and what it takes from one HTTP caller at most."""
+"""Options of a gateway, limits on its callers, and the rule for listening without a key."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ DEFAULT_LISTEN = Address("127.0.0.1", 8000)
 class GatewayConfig:
     """Sizes in bytes, times in seconds.
 
-    At most `max_concurrent` answers are made at once and `max_waiting` wait for that; more are refused with 429.
-    A request without `max_tokens` gets `default_tokens`, or what the context leaves; one without `temperature` gets
-    OpenAI's, which is 1. All answers use `draft`, as GenerationConfig's. A caller has `header_s` for its
-    headers and `body_s` for its body, of which at most `max_long_bodies` over 64 KiB are held at once; one that takes
-    nothing for `write_s` is given up. A stream in which nothing
-    happens says so every `heartbeat_s`. A model without a token for `probe_s` is asked for one; it is ready while the
-    last one is not older than three times that. The end is waited for `grace_s`.
+    At most `max_concurrent` answers are generated at once and `max_waiting` wait; further requests get 429. A request
+    without `max_tokens` gets `default_tokens` or what the context leaves; one without `temperature` gets 1, as with
+    OpenAI. `draft` is GenerationConfig's and applies to all answers.
+
+    A caller has `header_s` to send its headers and `body_s` for its body; at most `max_large_bodies` bodies over 64 KiB
+    are held at once. A connection whose caller reads nothing for `write_s` is closed. A silent stream gets a comment
+    every `heartbeat_s`. A model that generated no token for `probe_s` is probed, and is ready while its last token is
+    at most three times as old. At shutdown, running requests have `grace_s` to finish.
 
     >>> GatewayConfig(max_concurrent=8).max_waiting
     256
@@ -40,7 +41,7 @@ class GatewayConfig:
     draft: str = AUTO
     max_connections: int = 2048
     max_body: int = 4 << 20
-    max_long_bodies: int = 32
+    max_large_bodies: int = 32
     max_header: int = 32 << 10
     header_s: float = 10.0
     body_s: float = 30.0
@@ -48,7 +49,7 @@ class GatewayConfig:
     heartbeat_s: float = 15.0
     keep_alive_s: float = 30.0
     probe_s: float = 20.0
-    look_every_s: float = 2.0
+    swarm_interval_s: float = 2.0
     grace_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -64,11 +65,11 @@ class GatewayConfig:
             raise ConfigError(f"max_waiting is {self.max_waiting}; it must be 0 or more")
         for origin in self.allow_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
-                raise ConfigError(f"{origin!r} is no origin; write it as https://HOST[:PORT], or * for all")
+                raise ConfigError(f"{origin!r} is not an origin; write it as https://HOST[:PORT], or * for all")
 
 
 def check_exposure(listen: Address, keys: Keys | None, *, no_auth: bool) -> None:
-    """Raises ConfigError where others than this machine could use the gateway without a key and nobody said so."""
+    """Raises ConfigError where other machines could use the gateway without a key, unless `no_auth` allows that."""
     if not (is_loopback(listen.host) or keys or no_auth):
         raise ConfigError(
             f"{listen.place} can be reached by others, and there is no key: "
@@ -77,7 +78,7 @@ def check_exposure(listen: Address, keys: Keys | None, *, no_auth: bool) -> None
 
 
 def is_loopback(host: str) -> bool:
-    """`localhost` or an address of this machine itself; no name that only begins like one (127.site.example)."""
+    """Whether `host` is `localhost` or a loopback address; names such as 127.site.example are not."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

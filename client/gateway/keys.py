@@ -1,4 +1,4 @@
-"""Who may use the gateway: the keys of a file, compared so that time says nothing about them."""
+"""API keys of a gateway: read from a file, compared in constant time."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 from swarm.errors import ConfigError
 
 _MAX_KEYS = 1024
-_SHORTEST = 8
+_MIN_LENGTH = 8
 
 
 class Keys:
-    """Only digests are kept. `repr` shows no key."""
+    """A set of API keys. Keeps only their digests; `repr` shows no key."""
 
     def __init__(self, keys: Iterable[str]) -> None:
-        """Raises ConfigError where there is none, or one that is too short; the keys themselves are never named."""
-        self._digests = [_digest(_checked(key, place)) for place, key in enumerate(keys, 1)]
+        """Raises ConfigError where there is no key or a malformed one. The message never quotes a key."""
+        self._digests = [_digest(_checked(key, number)) for number, key in enumerate(keys, 1)]
         if not 0 < len(self._digests) <= _MAX_KEYS:
             raise ConfigError(f"there are {len(self._digests)} API keys; there must be 1 to {_MAX_KEYS}")
 
     @classmethod
     def read(cls, path: Path) -> Keys:
-        """One key a line; empty lines and those that begin with # are left out. Raises ConfigError naming the file."""
+        """Read one key a line; skips empty lines and those that begin with #. Raises ConfigError naming the file."""
         try:
             lines = [line.strip() for line in path.read_text(encoding="ascii").splitlines()]
         except (OSError, UnicodeError) as error:
@@ -36,7 +36,7 @@ class Keys:
             raise ConfigError(f"{path}: {error}") from error
 
     def __contains__(self, key: object) -> bool:
-        """Takes as long for a wrong key as for a right one."""
+        """Compares with every key in constant time."""
         digest = _digest(key) if isinstance(key, str) else b""
         found = False
         for known in self._digests:
@@ -47,9 +47,9 @@ class Keys:
         return len(self._digests)
 
 
-def _checked(key: str, place: int) -> str:
-    if len(key) < _SHORTEST or not key.isprintable() or " " in key:
-        raise ConfigError(f"key {place} must have at least {_SHORTEST} characters, and no spaces")
+def _checked(key: str, number: int) -> str:
+    if len(key) < _MIN_LENGTH or not key.isprintable() or " " in key:
+        raise ConfigError(f"key {number} must have at least {_MIN_LENGTH} characters, and no spaces")
     return key
 
 

@@ -1,4 +1,4 @@
-"""What Prometheus is told of a gateway. Labels are few on purpose: models offered, hops seen, words of this program."""
+"""The gateway's Prometheus metrics. Label values are bounded: names of models and hops, words of this program."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from client.gateway.model_pool import ModelPool
 from client.metrics import Metrics
 from swarm.process.prometheus import ScrapeCollector
 
-_FIRST_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0)
-_BETWEEN_S = (0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 3.0, 10.0)
-_HOP_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 1.0)
-_MAX_PEERS = 64
-_OTHERS = "others"
+_FIRST_TOKEN_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0)
+_BETWEEN_TOKENS_BUCKETS = (0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 3.0, 10.0)
+_HOP_BUCKETS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 1.0)
+_MAX_PEER_LABELS = 64
+_OTHER_PEERS = "others"
 
 
 class Gauges:
-    """All of them; `page` is what a scrape gets."""
+    """All metrics of one gateway. `page` renders them for a scrape."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._registry = registry = CollectorRegistry()
-        self._peers: set[str] = set()
+        self._peer_labels: set[str] = set()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"swarm_gateway_{name}", text, labels, registry=registry)
@@ -35,66 +35,69 @@ class Gauges:
 
         self.requests = counter("requests", "HTTP requests by endpoint and status.", "endpoint", "status")
         self.failures = counter("failures", "Requests that failed, by OpenAI error code.", "code")
-        self.vanished = counter("vanished", "Callers that went away before their answer was whole.", "model")
+        self.vanished = counter("vanished", "Callers that disconnected before their answer was complete.", "model")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.", "model")
         self.cached_tokens = counter("cached_prompt_tokens", "Tokens of prompts that peers had cached.", "model")
         self.tokens = counter("tokens", "Tokens of answers.", "model")
         self.reroutes = counter("reroutes", "Routes that were replaced in the middle of an answer.", "model")
         self.proposed = counter("proposed_tokens", "Tokens that a draft guessed.", "model")
         self.accepted = counter("accepted_tokens", "Guesses that were right.", "model")
-        self.queue_seconds = histogram("queue_seconds", "How long requests waited for a place.", _FIRST_S)
-        self.first_seconds = histogram("first_token_seconds", "From a place to the first token.", _FIRST_S, "model")
-        self.between_seconds = histogram("between_tokens_seconds", "From token to token.", _BETWEEN_S, "model")
+        self.queue_seconds = histogram("queue_seconds", "How long requests waited for admission.", _FIRST_TOKEN_BUCKETS)
+        self.first_seconds = histogram(
+            "first_token_seconds", "From admission to the first token.", _FIRST_TOKEN_BUCKETS, "model"
+        )
+        self.between_seconds = histogram(
+            "between_tokens_seconds", "Time between two tokens.", _BETWEEN_TOKENS_BUCKETS, "model"
+        )
         self.speed = histogram(
             "answer_tokens_per_second", "Speed of whole answers.", (1, 2, 5, 10, 20, 40, 80, 160, 320), "model"
         )
         self.hop_seconds = histogram(
-            "hop_seconds", "A token's time at a hop, the average of an answer.", _HOP_S, "model", "peer", "part"
+            "hop_seconds", "A token's time at a hop, the average of an answer.", _HOP_BUCKETS, "model", "peer", "part"
         )
 
-    def watch(self, model: str) -> Watch:
-        """Hears of one answer."""
-        return Watch(self, model, self._clock)
+    def time_answer(self, model: str) -> AnswerTimer:
+        return AnswerTimer(self, model, self._clock)
 
-    def follow(self, state: Callable[[], Iterator[Metric]]) -> None:
-        """Ask `state` at each scrape."""
-        self._registry.register(ScrapeCollector(state))
+    def register(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        """Call `collect` at each scrape and add its metrics."""
+        self._registry.register(ScrapeCollector(collect))
 
     def page(self) -> bytes:
         return generate_latest(self._registry)
 
     def peer_label(self, name: str) -> str:
-        """Peers name themselves: only so many names are kept apart."""
-        if name not in self._peers and len(self._peers) >= _MAX_PEERS:
-            return _OTHERS
-        self._peers.add(name)
+        """The label of a peer. Peers choose their names: after the first 64 all others share one label."""
+        if name not in self._peer_labels and len(self._peer_labels) >= _MAX_PEER_LABELS:
+            return _OTHER_PEERS
+        self._peer_labels.add(name)
         return name
 
 
-class Watch:
-    """One answer's times."""
+class AnswerTimer:
+    """Records the token times of one answer."""
 
     def __init__(self, gauges: Gauges, model: str, clock: Callable[[], float]) -> None:
         self._gauges = gauges
         self._model = model
         self._clock = clock
-        self._last = clock()
-        self._began = False
+        self._last_at = clock()
+        self._has_tokens = False
         self._between = gauges.between_seconds.labels(model)
         self._tokens = gauges.tokens.labels(model)
 
-    def piece(self, tokens: int) -> None:
-        if not tokens:
+    def on_tokens(self, count: int) -> None:
+        if not count:
             return
         now = self._clock()
-        if self._began:
-            self._between.observe((now - self._last) / tokens)
+        if self._has_tokens:
+            self._between.observe((now - self._last_at) / count)
         else:
-            self._gauges.first_seconds.labels(self._model).observe(now - self._last)
-        self._began, self._last = True, now
-        self._tokens.inc(tokens)
+            self._gauges.first_seconds.labels(self._model).observe(now - self._last_at)
+        self._has_tokens, self._last_at = True, now
+        self._tokens.inc(count)
 
-    def finished(self, metrics: Metrics) -> None:
+    def on_finish(self, metrics: Metrics) -> None:
         gauges, model = self._gauges, self._model
         gauges.prompt_tokens.labels(model).inc(metrics.prompt_tokens)
         gauges.cached_tokens.labels(model).inc(metrics.reused_tokens)
@@ -110,11 +113,11 @@ class Watch:
                 gauges.hop_seconds.labels(model, peer, part).observe(getattr(hop, f"{part}_s"))
 
 
-def state_of(pool: ModelPool, running: Callable[[], int], waiting: Callable[[], int]) -> Iterator[Metric]:
-    """What is so now."""
-    yield GaugeMetricFamily("swarm_gateway_running", "Answers that are being made.", value=running())
-    yield GaugeMetricFamily("swarm_gateway_waiting", "Answers that wait for a place.", value=waiting())
-    ready = GaugeMetricFamily("swarm_gateway_ready", "Whether tokens came through lately.", labels=["model"])
+def current_state(pool: ModelPool, *, running: int, waiting: int) -> Iterator[Metric]:
+    """Metrics that are read at the time of a scrape."""
+    yield GaugeMetricFamily("swarm_gateway_running", "Answers that are being made.", value=running)
+    yield GaugeMetricFamily("swarm_gateway_waiting", "Answers that wait for admission.", value=waiting)
+    ready = GaugeMetricFamily("swarm_gateway_ready", "Whether a token was generated recently.", labels=["model"])
     for served in pool.served:
         ready.add_metric([served.name], float(pool.is_ready(served)))
     yield ready

@@ -1,4 +1,4 @@
-"""A gateway from its start to its end."""
+"""Runs a gateway: connects to its models, listens, and stops on a signal."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from client.config import ClientConfig
 from client.gateway.app import Gateway
 from client.gateway.config import GatewayConfig
-from client.gateway.http.server import Ending
+from client.gateway.http.server import Shutdown
 from client.gateway.http.server import run as run_server
 from client.gateway.model_pool import ModelPool
 from swarm.transport.address import Address
 
-Listening = Callable[[Address, Sequence[str]], None]
-"""Hears where the gateway listens, and the names of its models."""
+OnListening = Callable[[Address, Sequence[str]], None]
+"""Called with the address that the gateway listens at, and the names of its models."""
 
 
 async def run(
@@ -24,24 +24,24 @@ async def run(
     *,
     client_config: ClientConfig,
     follow: bool,
-    listening: Listening,
+    listening: OnListening,
 ) -> None:
     """Serve until SIGINT or SIGTERM.
 
-    Raises ConfigError where it cannot listen, and what `ModelPool.of` and `SwarmClient.load_draft` raise.
+    Raises ConfigError where it cannot listen, and what `ModelPool.open` and `SwarmClient.load_draft` raise.
     """
     async with contextlib.AsyncExitStack() as stack:
         pool = await stack.enter_async_context(
-            ModelPool.of(models, initial_peers, client_config=client_config, probe_s=config.probe_s, follow=follow)
+            ModelPool.open(models, initial_peers, client_config=client_config, probe_s=config.probe_s, follow=follow)
         )
         for served in pool.served:
-            await served.client.load_draft(config.draft)  # a wrong one is its operator's fault, and no caller's
-        ending = Ending()
-        gateway = await stack.enter_async_context(Gateway(pool, config, ending=ending.asked))
-        stack.enter_context(ending.on_signals())
+            await served.client.load_draft(config.draft)  # a wrong draft must fail here, not at the first request
+        shutdown = Shutdown()
+        gateway = await stack.enter_async_context(Gateway(pool, config, stopping=shutdown.requested))
+        stack.enter_context(shutdown.on_signals())
         await run_server(
             gateway.app(),
             config,
-            ending=ending,
-            listening=lambda place: listening(place, [served.name for served in pool.served]),
+            shutdown=shutdown,
+            on_listening=lambda address: listening(address, [served.name for served in pool.served]),
         )

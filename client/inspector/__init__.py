@@ -1,1 +1,1 @@
-"""The route inspector: who serves what, as data and as a picture."""
+"""The route inspector: peers, layers and routes of a swarm, as data and as a picture."""

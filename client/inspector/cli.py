@@ -40,7 +40,7 @@ from swarm.transport.address import Address
 from swarm.transport.hello import client_hello
 
 _MAX_MODELS = 64
-_OTHERS_FAULT = (DirectoryError, PeerError, RemoteProtocolError)
+_REMOTE_ERRORS = (DirectoryError, PeerError, RemoteProtocolError)
 
 
 def routes(
@@ -48,39 +48,40 @@ def routes(
     initial_peers: InitialPeers,
     as_json: JsonFlag = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Look again and again, until Ctrl-C; with --json, one object a line.")
+        bool, typer.Option("--watch", help="Repeat until Ctrl-C; with --json, one object a line.")
     ] = False,
-    every: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="How often --watch looks.")] = 2.0,
+    every: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="The interval of --watch.")] = 2.0,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step: 1 to decode, more for a prompt's chunk.")] = 1,
     kv_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of KV cache that must be free on each peer; a longer prompt needs more.")
     ] = USUAL_SESSION_TOKENS,
     objective: Annotated[
-        Objective, typer.Option(help="The shortest step for one user, or the least slow stage for many.")
+        Objective,
+        typer.Option(help="latency: the shortest step, for one user; throughput: the least slow hop, for many."),
     ] = "latency",
     numerics: NumericsOption = "",
 ) -> None:
-    """Show who serves which layers, the route that a client would take, and why others lost.
+    """Show which peers serve which layers, the route that a client would take, and why others lost.
 
     PACKAGE_OR_NAME is a model package's directory, or the name or digest of a model that is served.
 
     Exit code 3 where no route covers the model; the missing layers are named.
     """
     initial = parse_initial_peers(initial_peers)
-    look = SwarmInspector(
-        text=model,
+    inspector = SwarmInspector(
+        model=model,
         manifest=package_manifest(model),
         tokens=tokens,
         kv_tokens=kv_tokens,
         objective=objective,
         numerics=parse_numerics(numerics),
     )
-    event_loop.run(_watch(look, initial, every, as_json) if watch else _once(look, initial, as_json))
+    event_loop.run(_watch(inspector, initial, every, as_json) if watch else _show_once(inspector, initial, as_json))
 
 
 def models(initial_peers: InitialPeers, as_json: JsonFlag = False) -> None:
     """List the models that a swarm serves: name, digest, source, licence, layers covered, peers, size of a layer."""
-    event_loop.run(_models(parse_initial_peers(initial_peers), as_json))
+    event_loop.run(_list_models(parse_initial_peers(initial_peers), as_json))
 
 
 @contextlib.asynccontextmanager
@@ -92,70 +93,70 @@ async def _directory(initial: Sequence[Address]) -> AsyncIterator[PeerDirectory]
         await directory.close()
 
 
-async def _once(look: SwarmInspector, initial: Sequence[Address], as_json: bool) -> None:
-    """Raises NotCovered after showing what there is."""
+async def _show_once(inspector: SwarmInspector, initial: Sequence[Address], as_json: bool) -> None:
+    """Raises NotCovered after showing the inspection, where layers are missing."""
     console = messages()
     async with _directory(initial) as directory:
         with console.status("") as status:
-            seen = await look(directory, lambda text: status.update(Text(text)))
-        _say_trusted(directory)
-    if look.assumed:
-        _note(look.assumed)
+            inspection = await inspector.inspect(directory, lambda text: status.update(Text(text)))
+        _note_trusted(directory)
+    if inspector.assumption:
+        _note(inspector.assumption)
     if as_json:
-        write_json(seen.to_plain())
+        write_json(inspection.to_plain())
     else:
-        results().print(Picture(seen))
-    if not seen.covered:
-        raise NotCovered(seen.problem, missing=[(span.first, span.last) for span in seen.missing])
+        results().print(Picture(inspection))
+    if not inspection.covered:
+        raise NotCovered(inspection.problem, missing=[(span.first, span.last) for span in inspection.missing])
 
 
-async def _watch(look: SwarmInspector, initial: Sequence[Address], every: float, as_json: bool) -> None:
-    """The first look may fail; later ones leave the last picture and say why it is old."""
+async def _watch(inspector: SwarmInspector, initial: Sequence[Address], every: float, as_json: bool) -> None:
+    """Raises what the first inspection raises. Where a later one fails, the last picture stays, with the reason."""
     console = results()
     async with _directory(initial) as directory:
-        seen, problem = await look(directory, lambda _: None), ""
-        _say_trusted(directory)
-        if look.assumed:
-            _note(look.assumed)
+        inspection, problem = await inspector.inspect(directory), ""
+        _note_trusted(directory)
+        if inspector.assumption:
+            _note(inspector.assumption)
         with contextlib.ExitStack() as stack:
             live = None
             if console.is_terminal and not as_json:
                 live = stack.enter_context(Live(console=console, auto_refresh=False))
             while True:
                 if as_json and not problem:
-                    write_json(seen.to_plain(), indent=None)
+                    write_json(inspection.to_plain(), indent=None)
                 elif as_json:
                     _note(f"trying again: {problem}")
                 else:
-                    frame = Group(Picture(seen), Text(), _footer(seen, every, problem))
+                    frame = Group(Picture(inspection), Text(), _footer(inspection, every, problem))
                     console.print(frame) if live is None else live.update(frame, refresh=True)
                 await asyncio.sleep(every)
                 try:
-                    seen, problem = await look(directory, lambda _: None), ""
-                except _OTHERS_FAULT as error:
+                    inspection, problem = await inspector.inspect(directory), ""
+                except _REMOTE_ERRORS as error:
                     problem = str(error)
 
 
-def _footer(seen: Inspection, every: float, problem: str) -> Text:
-    at = time.strftime("%H:%M:%S", time.localtime(seen.at))
+def _footer(inspection: Inspection, every: float, problem: str) -> Text:
+    at = time.strftime("%H:%M:%S", time.localtime(inspection.at))
     if problem:
         return Text(f"as of {at}; trying again: {problem}", "bold red")
     return Text(f"as of {at}, every {every:g} s, until Ctrl-C", "dim")
 
 
-async def _models(initial: Sequence[Address], as_json: bool) -> None:
+async def _list_models(initial: Sequence[Address], as_json: bool) -> None:
     console = messages()
     async with _directory(initial) as directory:
-        with console.status("looking up what is served"):
+        with console.status("looking up models and their peers"):
             served = served_models(model_records(await directory.collect(MODELS_TOPIC)))
             served = [model for model in served if 0 < model.layers <= MAX_LAYERS]
             async with asyncio.TaskGroup() as group:
-                looks = [
+                lookups = [
                     group.create_task(find_peers(directory, model.digest, now=time.time()))
                     for model in served[:_MAX_MODELS]
                 ]
-        _say_trusted(directory)
-    views: list[ModelView] = [view_model(model, task.result()) for model, task in zip(served, looks, strict=False)]
+        _note_trusted(directory)
+    views: list[ModelView] = [view_model(model, task.result()) for model, task in zip(served, lookups, strict=False)]
     if len(served) > _MAX_MODELS:
         _note(f"the first {_MAX_MODELS} of {len(served)} models")
     if as_json:
@@ -163,14 +164,14 @@ async def _models(initial: Sequence[Address], as_json: bool) -> None:
     elif views:
         results().print(picture_models(views))
     else:
-        _note("nothing is served here yet; `swarm join PACKAGE` would be the first")
+        _note("no model is served here yet; start a peer with `swarm join PACKAGE`")
 
 
-def _say_trusted(directory: PeerDirectory) -> None:
+def _note_trusted(directory: PeerDirectory) -> None:
     for address in directory.trusted:
         _note(told_on_trust(address))
 
 
 def _note(text: str) -> None:
-    """Whole on one line, off a terminal too: there are addresses in it to copy."""
+    """Print a note without wrapping it: people copy addresses out of it."""
     messages().print(f"note: {text}", soft_wrap=True)

@@ -1,6 +1,6 @@
-"""The route inspector as people see it: a picture of coverage, tables of peers and hops, why others lost.
+"""Draws an inspection for terminals: coverage by layer, tables of peers and hops, and why other routes lost.
 
-Readable without colour: who runs what is told by the shape of the bars, gaps by `×`.
+Readable without colour: the shape of a bar shows the role of a peer, and `×` a gap.
 
 ::
 
@@ -27,12 +27,12 @@ from swarm.routing.plan import Alternative, HopPlan, Route
 
 _ANY_WIDTH = 1000
 _NAME_CELLS = 16
-_RUN, _SPARE, _UNUSABLE, _NOBODY, _GAP = "█", "▒", "░", "·", "×"
-_GAP_STYLE, _RUN_STYLE = "bold red", "bold green"
+_ON_ROUTE, _SPARE, _UNUSABLE, _NOT_SERVED, _GAP = "█", "▒", "░", "·", "×"
+_GAP_STYLE, _ROUTE_STYLE = "bold red", "bold green"
 
 
 class Scale:
-    """Layers to cells of a terminal: several cells a layer, or several layers a cell."""
+    """Maps layers to terminal cells: several cells for a layer, or several layers for a cell."""
 
     def __init__(self, layers: int, max_cells: int) -> None:
         self._layers = layers
@@ -43,7 +43,7 @@ class Scale:
         return boundary * self.cells // self._layers
 
     def layers(self, cell: int) -> range:
-        """The layers that a cell stands for; never empty."""
+        """The layers in a cell; never empty."""
         first = cell * self._layers // self.cells
         return range(first, max(first + 1, -(-(cell + 1) * self._layers // self.cells)))
 
@@ -55,60 +55,60 @@ class Picture:
     """Renders an `Inspection` at any width from about 60 cells."""
 
     def __init__(self, inspection: Inspection) -> None:
-        self._seen = inspection
+        self._inspection = inspection
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self._title()
         yield Text()
         yield from self._coverage(options.max_width)
         yield Text()
-        everything = self._peers(wide=True)
-        if Measurement.get(console, options.update(max_width=_ANY_WIDTH), everything).maximum <= options.max_width:
-            yield everything
+        wide_table = self._peers(wide=True)
+        if Measurement.get(console, options.update(max_width=_ANY_WIDTH), wide_table).maximum <= options.max_width:
+            yield wide_table
         else:
             yield self._peers(wide=False)
             yield Text()
-            yield self._who()
+            yield self._peer_details()
         yield Text()
-        if self._seen.route is not None:
-            yield from self._route(self._seen.route)
+        if self._inspection.route is not None:
+            yield from self._route(self._inspection.route)
         else:
-            yield self._problem()
+            yield Text(self._inspection.problem, _GAP_STYLE)
         yield from self._notes()
 
     def _title(self) -> Text:
-        seen = self._seen
-        peers = len(seen.peers)
-        facts = f"  {seen.digest[:12]}  {seen.request.layers} layers, {peers} peer{'s' * (peers != 1)}  "
-        state = Text("covered", "green") if seen.covered else Text("NOT COVERED", _GAP_STYLE)
-        return Text.assemble((seen.name, "bold"), facts, state)
+        inspection = self._inspection
+        peers = len(inspection.peers)
+        facts = f"  {inspection.digest[:12]}  {inspection.request.layers} layers, {peers} peer{'s' * (peers != 1)}  "
+        state = Text("covered", "green") if inspection.covered else Text("NOT COVERED", _GAP_STYLE)
+        return Text.assemble((inspection.name, "bold"), facts, state)
 
-    # -- who serves which layers -----------------------------------------------------------------------------------
+    # -- which peers serve which layers ----------------------------------------------------------------------------
 
     def _coverage(self, width: int) -> Iterator[RenderableType]:
-        names = [self._seen.name_of(view.record.peer_id) for view in self._seen.peers]
-        left = min(_NAME_CELLS, max([len("layers"), *map(len, names)])) + 2
-        right = len(f"  {self._seen.request.layers}:{self._seen.request.layers}")
-        scale = Scale(self._seen.request.layers, max(10, width - left - 2 - right))
+        names = [self._inspection.name_of(view.record.peer_id) for view in self._inspection.peers]
+        name_cells = min(_NAME_CELLS, max([len("layers"), *map(len, names)])) + 2
+        span_cells = len(f"  {self._inspection.request.layers}:{self._inspection.request.layers}")
+        scale = Scale(self._inspection.request.layers, max(10, width - name_cells - 2 - span_cells))
         table = Table.grid(padding=(0, 1))
-        table.add_column(width=left, no_wrap=True, overflow="ellipsis")
+        table.add_column(width=name_cells, no_wrap=True, overflow="ellipsis")
         table.add_column(width=scale.cells, no_wrap=True)
         table.add_column(no_wrap=True)
         table.add_row(Text("  layers", "dim"), self._axis(scale))
         table.add_row(Text("  copies", "dim"), self._copies(scale))
-        for view, name in zip(self._seen.peers, names, strict=True):
+        for view, name in zip(self._inspection.peers, names, strict=True):
             mark = f"{view.hop + 1} " if view.hop is not None else "  "
-            style = _RUN_STYLE if view.hop is not None else "dim" if view.left_out else ""
+            style = _ROUTE_STYLE if view.hop is not None else "dim" if view.left_out else ""
             table.add_row(Text(mark + name, style), self._bar(view, scale), Text(str(view.record.span), style))
         yield table
         yield Padding(self._legend(), (0, 0, 0, 2))
 
     def _axis(self, scale: Scale) -> Text:
-        """The boundaries that have room, those where spans begin and the end of the model."""
-        layers = self._seen.request.layers
+        """Labels the first layer of each span, as far as there is room, and the end of the model."""
+        layers = self._inspection.request.layers
         line = [" "] * scale.cells
         end = str(layers)
-        starts = {0, *(view.record.span.first for view in self._seen.peers)}
+        starts = {0, *(view.record.span.first for view in self._inspection.peers)}
         free_from, limit = 0, scale.cells - len(end) - 1
         for start in sorted(start for start in starts if start < layers):
             label, cell = str(start), scale.cell(start)
@@ -119,41 +119,41 @@ class Picture:
         return Text("".join(line), "dim")
 
     def _copies(self, scale: Scale) -> Text:
-        """How many usable peers serve each layer, written where the number changes; gaps in red."""
+        """The number of usable peers at each layer, printed where it changes; gaps in red."""
         line = Text()
-        before = -1
+        previous = -1
         for cell in range(scale.cells):
             layers = scale.layers(cell)
-            count = min(self._seen.coverage[layer] for layer in layers)
-            if any(scale.covers(span, cell) for span in self._seen.missing) or count == 0:
+            count = min(self._inspection.coverage[layer] for layer in layers)
+            if any(scale.covers(span, cell) for span in self._inspection.missing) or count == 0:
                 count = 0
                 line.append(_GAP, _GAP_STYLE)
-            elif count != before:
+            elif count != previous:
                 line.append(str(count) if count < 10 else "+")
             else:
                 line.append("─", "dim")
-            before = count
+            previous = count
         return line
 
     def _bar(self, view: PeerView, scale: Scale) -> Text:
-        runs = self._hops_of(view)
+        on_route = self._route_spans(view)
         bar = Text()
         for cell in range(scale.cells):
-            if any(scale.covers(span, cell) for span in runs):
-                bar.append(_RUN, "green")
+            if any(scale.covers(span, cell) for span in on_route):
+                bar.append(_ON_ROUTE, "green")
             elif scale.covers(view.record.span, cell):
                 bar.append(_UNUSABLE if view.left_out else _SPARE, "dim" if view.left_out else "cyan")
             else:
-                bar.append(_NOBODY, "dim")
+                bar.append(_NOT_SERVED, "dim")
         return bar
 
-    def _hops_of(self, view: PeerView) -> list[LayerRange]:
-        route = self._seen.route
+    def _route_spans(self, view: PeerView) -> list[LayerRange]:
+        route = self._inspection.route
         return [route.hops[view.hop].span] if route is not None and view.hop is not None else []
 
     def _legend(self) -> Text:
-        parts = [(_RUN, "green", "on the route"), (_SPARE, "cyan", "spare"), (_UNUSABLE, "dim", "not usable")]
-        if self._seen.missing:
+        parts = [(_ON_ROUTE, "green", "on the route"), (_SPARE, "cyan", "spare"), (_UNUSABLE, "dim", "not usable")]
+        if self._inspection.missing:
             parts.append((_GAP, _GAP_STYLE, "missing"))
         legend = Text(style="dim")
         for mark, style, meaning in parts:
@@ -163,19 +163,19 @@ class Picture:
     # -- the peers -------------------------------------------------------------------------------------------------
 
     def _peers(self, *, wide: bool) -> Table:
-        """Times in milliseconds a layer: of one decoded token, and of one token of a prompt."""
+        """One row for each peer. `ms/layer` is for one decoded token, `prefill` for one prompt token."""
         table = _table("peer", "span", "device", "numerics", gap=2 if wide else 1)
         for title in ("ms/layer", *(["prefill"] * wide), "queue", "sess.", "KV free", "RTT ms", "age"):
             table.add_column(title, justify="right", no_wrap=True)
         if wide:
-            for title in _WORK:
+            for title in _LOAD_COLUMNS:
                 table.add_column(title, justify="right", no_wrap=True)
             for title in ("state", "id", "version", "address"):
                 table.add_column(title, no_wrap=True, overflow="ellipsis")
-        for view in self._seen.peers:
+        for view in self._inspection.peers:
             record = view.record
             cells = [
-                _short(self._seen.name_of(record.peer_id), _NAME_CELLS if wide else _NAME_CELLS - 2),
+                _short(self._inspection.name_of(record.peer_id), _NAME_CELLS if wide else _NAME_CELLS - 2),
                 str(record.span),
                 _short(record.device, 8),
                 _short(str(record.numerics), 8),
@@ -188,25 +188,31 @@ class Picture:
                 f"{view.age_s:.0f} s",
             ]
             if wide:
-                cells += [*_work(record), record.state, record.peer_id[:8], _short(record.software, 12), _address(view)]
+                cells += [
+                    *_load_cells(record),
+                    record.state,
+                    record.peer_id[:8],
+                    _short(record.software, 12),
+                    _address(view),
+                ]
             table.add_row(*map(Text, cells), style=_style(view))
         return table
 
-    def _who(self) -> Table:
-        """What does not fit beside the rest on a narrow terminal."""
+    def _peer_details(self) -> Table:
+        """The columns that do not fit into `_peers` on a narrow terminal."""
         table = _table("peer", "id", "state", "version", gap=1)
-        for title in ("prefill", *_WORK):
+        for title in ("prefill", *_LOAD_COLUMNS):
             table.add_column(title, justify="right", no_wrap=True)
         table.add_column("address", no_wrap=True, overflow="ellipsis")
-        for view in self._seen.peers:
+        for view in self._inspection.peers:
             record = view.record
             cells = (
-                _short(self._seen.name_of(record.peer_id), _NAME_CELLS - 2),
+                _short(self._inspection.name_of(record.peer_id), _NAME_CELLS - 2),
                 record.peer_id[:8],
                 record.state,
                 _short(record.software, 12),
                 _ms(record.prefill_time_s),
-                *_work(record),
+                *_load_cells(record),
                 _address(view),
             )
             table.add_row(*map(Text, cells), style=_style(view))
@@ -215,7 +221,7 @@ class Picture:
     # -- the route -------------------------------------------------------------------------------------------------
 
     def _route(self, route: Route) -> Iterator[RenderableType]:
-        request = self._seen.request
+        request = self._inspection.request
         per_second = request.tokens / max(route.step_s, 1e-9)
         title = Text.assemble(("route", "bold"), f"  for {request.kv_tokens} tokens of cache, ")
         title.append(f"{route.numerics or 'mixed numerics'}, best {request.objective}: ")
@@ -238,16 +244,13 @@ class Picture:
         cost = hop.cost
         relayed = " (relayed)" if hop.relayed else ""
         times = (cost.latency_s, cost.transfer_s, cost.queue_s, cost.compute_s, cost.entry_s, cost.total)
-        name = _short(self._seen.name_of(hop.record.peer_id), _NAME_CELLS)
+        name = _short(self._inspection.name_of(hop.record.peer_id), _NAME_CELLS)
         return str(i + 1), name + relayed, str(hop.span), *map(_ms, times)
 
-    def _problem(self) -> Text:
-        return Text(self._seen.problem, _GAP_STYLE)
-
     def _notes(self) -> Iterator[RenderableType]:
-        """Who else there is, and why it is not they."""
-        left_out = [view for view in self._seen.peers if view.left_out]
-        if self._seen.alternatives:
+        """The alternatives that lost, and the peers that cannot be used, with reasons."""
+        left_out = [view for view in self._inspection.peers if view.left_out]
+        if self._inspection.alternatives:
             yield Text()
             yield Text("runners-up", "bold")
             yield self._runners_up()
@@ -257,43 +260,42 @@ class Picture:
             table = Table.grid(padding=(0, 2))
             for view in left_out:
                 problem = f": {view.link.problem}" if view.link and view.link.problem else ""
-                name = _short(self._seen.name_of(view.record.peer_id), _NAME_CELLS)
+                name = _short(self._inspection.name_of(view.record.peer_id), _NAME_CELLS)
                 table.add_row(Text(f"  {name}"), Text(str(view.record.span)), Text(view.left_out + problem))
             yield table
 
     def _runners_up(self) -> Table:
-        """One row for each other route, named after all that it is the answer to."""
+        """One row for each alternative route, with all constraints that lead to it."""
         table = Table.grid(padding=(0, 2))
         table.add_column(no_wrap=True)
         table.add_column()
-        told: dict[str, tuple[list[str], Alternative]] = {}
-        for other in self._seen.alternatives:
-            name = _short(self._seen.name_of(other.peer_id), _NAME_CELLS) if other.peer_id else ""
-            what = {"without": f"without {name}", "through": f"with {name}", "numerics": "other numerics"}[other.kind]
-            key = self._describe(other.route) if other.route else what
-            told.setdefault(key, ([], other))[0].append(what)
-        for whats, other in told.values():
-            fatal = other.kind == "without" and other.route is None
-            reason = Text(other.reason, _GAP_STYLE if fatal else "")
+        rows: dict[str, tuple[list[str], Alternative]] = {}
+        for other in self._inspection.alternatives:
+            name = _short(self._inspection.name_of(other.peer_id), _NAME_CELLS) if other.peer_id else ""
+            constraint = {"without": f"without {name}", "through": f"with {name}", "numerics": "other numerics"}[
+                other.kind
+            ]
+            key = self._describe(other.route) if other.route else constraint
+            rows.setdefault(key, ([], other))[0].append(constraint)
+        for constraints, other in rows.values():
+            is_needed = other.kind == "without" and other.route is None
+            reason = Text(other.reason, _GAP_STYLE if is_needed else "")
             if other.route is not None:
                 reason.append(f"\n{self._describe(other.route)}", "dim")
-            table.add_row(Text("\n".join(f"  {what}" for what in whats)), reason)
+            table.add_row(Text("\n".join(f"  {constraint}" for constraint in constraints)), reason)
         return table
 
     def _describe(self, route: Route) -> str:
-        return " → ".join(f"{self._seen.name_of(hop.record.peer_id)} {hop.span}" for hop in route.hops)
+        return " → ".join(f"{self._inspection.name_of(hop.record.peer_id)} {hop.span}" for hop in route.hops)
 
 
-_WORK = ("batch", "tok/s", "blocks")
+_LOAD_COLUMNS = ("batch", "tok/s", "blocks")
 
 
 def picture_models(models: Sequence[ModelView]) -> RenderableType:
-    """What a swarm serves, one row a model; below it where the models come from and what is missing.
-
-    "a layer" and "a token" of its cache are what they take in the memory of a peer in accuracy.
-    """
+    """A table of models, then their licences, sources and missing layers."""
     table = _table()
-    table.add_column("model", overflow="ellipsis")  # it may be cut; what cannot is no use when it is
+    table.add_column("model", overflow="ellipsis")  # only the name may be cut
     for title, cells in (("digest", 12), ("weights", 7)):
         table.add_column(title, no_wrap=True, overflow="ellipsis", min_width=cells)
     for title in ("layers", "peers", "a layer", "a token"):
@@ -309,7 +311,7 @@ def picture_models(models: Sequence[ModelView]) -> RenderableType:
         notes.add_row(Text(name), Text(f"licence {_short(model.licence, 30)}, from {model.source}", "dim"))
         if view.missing:
             notes.add_row("", Text(f"nobody serves layers {', '.join(map(str, view.missing))}", _GAP_STYLE))
-    legend = Text("a layer, and a token of a layer's cache: the memory that they take on a peer in accuracy", "dim")
+    legend = Text("a layer, a token: memory of one layer, and of one token in its KV cache, in accuracy mode", "dim")
     return Group(table, legend, Text(), notes)
 
 
@@ -321,18 +323,18 @@ def _table(*columns: str, gap: int = 2) -> Table:
 
 
 def _short(text: str, cells: int) -> str:
-    """Peers name themselves: none of them may push the rest off the screen."""
+    """Cut a text to `cells`: peers choose their own names, and a long one must not push out other columns."""
     line = Text(text)
     line.truncate(cells, overflow="ellipsis")
     return line.plain
 
 
 def _style(view: PeerView) -> str:
-    return _RUN_STYLE if view.hop is not None else "dim" if view.left_out else ""
+    return _ROUTE_STYLE if view.hop is not None else "dim" if view.left_out else ""
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds, three digits that count."""
+    """Milliseconds with three significant digits."""
     value = seconds * 1e3
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
@@ -340,15 +342,15 @@ def _ms(seconds: float) -> str:
 def _rtt(view: PeerView) -> str:
     if view.link is None:
         return "?"
-    return _ms(view.link.rtt_s) if view.link.reachable else "no way"
+    return _ms(view.link.rtt_s) if view.link.reachable else "none"
 
 
 def _count(tokens: int) -> str:
     return str(tokens) if tokens < 10_000 else f"{tokens / 1000:.0f}k"
 
 
-def _work(record: PeerRecord) -> tuple[str, str, str]:
-    """Steps in an inference, tokens a second over all sessions, blocks of KV cache that sessions hold."""
+def _load_cells(record: PeerRecord) -> tuple[str, str, str]:
+    """Steps in a batch, tokens per second over all sessions, blocks of KV cache in use."""
     work = record.work
     if work is None:
         return "?", "?", "?"

@@ -1,7 +1,7 @@
-"""The route inspector's data: who serves what, how they are reached, which route and why.
+"""The route inspector's data: peers, the links to them, the chosen route and the reasons.
 
-`inspect_swarm` is pure; `measure` is its only look at the network. What people see of it is drawn in
-`picture.py`; programs get `Inspection.to_plain()`.
+`inspect_swarm` is pure; only `measure` uses the network. `picture.py` draws an `Inspection` for people, and
+`Inspection.to_plain()` is for programs.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from swarm.transport.link import LinkQuality, measure_link
 from swarm.wire.messages import Hello
 
 SCHEMA = 1
-_AT_ONCE = 16
-_PAYLOAD = 64 << 10
+_MAX_CONCURRENT = 16
+_PAYLOAD_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredLink(LinkQuality):
-    """`problem` says why there is no way; empty where there is one."""
+    """A link from this machine. `problem` says why the peer cannot be reached; empty where it can."""
 
     problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerView:
-    """One peer as seen from here. `hop` counts from 0 on the chosen route; `left_out` says why it cannot be used."""
+    """One peer, its link, and its place `hop` on the chosen route, from 0. `left_out` says why it cannot be used."""
 
     record: PeerRecord
     link: MeasuredLink | None
@@ -48,11 +48,11 @@ class PeerView:
     def to_plain(self) -> dict[str, Any]:
         plain = self.record.to_plain()
         del plain["model"], plain["links"]
-        reached = self.link is not None and self.link.reachable
+        reachable = self.link is not None and self.link.reachable
         return plain | {
             "age_s": self.age_s,
-            "rtt_s": self.link.rtt_s if self.link and reached else None,
-            "bytes_per_s": self.link.bytes_per_s or None if self.link and reached else None,
+            "rtt_s": self.link.rtt_s if self.link and reachable else None,
+            "bytes_per_s": self.link.bytes_per_s or None if self.link and reachable else None,
             "unreachable": self.link.problem if self.link else "",
             "hop": self.hop,
             "left_out": self.left_out,
@@ -61,10 +61,10 @@ class PeerView:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """One look at a model's swarm at Unix time `at`.
+    """The state of a model's swarm at Unix time `at`.
 
-    `coverage` counts for each layer the peers that a route could use there. Without a route, `missing`
-    holds the layers for want of which there is none and `problem` the whole story.
+    `coverage` counts for each layer the peers that a route could use there. Where there is no route, `missing` has the
+    layers that prevent one, and `problem` the full reason.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Inspection:
         return self.route is not None
 
     def name_of(self, peer_id: str) -> str:
-        """What to call a peer: its name, and the start of its id where others have the same name."""
+        """A peer's name, with the start of its id where another peer has the same name."""
         names = Counter(view.record.name for view in self.peers)
         record = next((view.record for view in self.peers if view.record.peer_id == peer_id), None)
         if record is None or not record.name:
@@ -91,7 +91,7 @@ class Inspection:
         return record.name if names[record.name] == 1 else f"{record.name} {peer_id[:4]}"
 
     def to_plain(self) -> dict[str, Any]:
-        """JSON types only, a stable schema: fields may be added under the same `schema` number, never changed.
+        """JSON types only. Under one `schema` number fields may be added, never changed.
 
         ::
 
@@ -109,8 +109,8 @@ class Inspection:
                                  "compute_s", "entry_s", "total_s"}]},
              "alternatives": [{"kind", "peer_id", "cost_s", "reason", "route"}]}
 
-        Times in seconds, `at` and `..._at` Unix time. `route`, `hop`, `work`, `rtt_s`, `bytes_per_s`, `cost_s`
-        and `numerics` are null where there is none; `unreachable` and `left_out` hold the reason, or "".
+        Times in seconds; `at` and `..._at` are Unix times. `route`, `hop`, `work`, `rtt_s`, `bytes_per_s`, `cost_s`
+        and `numerics` may be null; `unreachable` and `left_out` are the reason, or "".
         """
         return {
             "schema": SCHEMA,
@@ -177,7 +177,7 @@ def inspect_swarm(
     links: Mapping[str, MeasuredLink],
     now: float,
 ) -> Inspection:
-    """What a client that asks for `request` at Unix time `now` would do, and why. Never raises NotCovered."""
+    """Plan what a client with this `request` would do at Unix time `now`, and why. Never raises NotCovered."""
     route: Route | None = None
     alternatives: tuple[Alternative, ...] = ()
     missing: tuple[LayerRange, ...] = ()
@@ -190,7 +190,7 @@ def inspect_swarm(
         problem = str(error)
     else:
         route, alternatives, left_out = plan.route, plan.alternatives, list(plan.left_out)
-    views = (_view(record, left_out, route, links, now) for record in records)
+    views = (_view_peer(record, left_out, route, links, now) for record in records)
     return Inspection(
         name=name,
         digest=digest,
@@ -205,7 +205,7 @@ def inspect_swarm(
     )
 
 
-def _view(
+def _view_peer(
     record: PeerRecord,
     left_out: Iterable[LeftOut],
     route: Route | None,
@@ -227,50 +227,50 @@ def _view(
 Probe = Callable[[PeerRecord, Hello, float], Awaitable[LinkQuality]]
 
 
-async def probe(record: PeerRecord, hello: Hello, timeout: float) -> LinkQuality:
-    """Connect to the very process that announced `record`, and measure the way. Raises SwarmError."""
+async def measure_peer(record: PeerRecord, hello: Hello, timeout: float) -> LinkQuality:
+    """Connect to a peer and measure the link. Raises SwarmError, also where the peer restarted since its `record`."""
     channel = await Channel.open(record.places, hello, timeout=timeout)
     try:
         if channel.hello.incarnation != record.incarnation:
             raise PeerUnreachable("it was restarted since it announced itself", peer=record.peer_id)
-        return await measure_link(channel, timeout=timeout, payload=_PAYLOAD)
+        return await measure_link(channel, timeout=timeout, payload=_PAYLOAD_BYTES)
     finally:
         await channel.close()
 
 
 async def measure(
-    records: Iterable[PeerRecord], hello: Hello, *, timeout: float = 3.0, at_once: int = _AT_ONCE, probe: Probe = probe
+    records: Iterable[PeerRecord], hello: Hello, *, timeout: float = 3.0, probe: Probe = measure_peer
 ) -> dict[str, MeasuredLink]:
-    """The way from here to each peer, by its id; where there is none, with the reason.
+    """Measure the links to all peers that have an address. Returns them by peer id, with the reason where one failed.
 
-    Takes a few times `timeout` seconds at most for each `at_once` peers. Never raises SwarmError.
+    Takes at most a few times `timeout` seconds for each 16 peers. Never raises SwarmError.
     """
-    gate = asyncio.Semaphore(at_once)
+    slots = asyncio.Semaphore(_MAX_CONCURRENT)
     links: dict[str, MeasuredLink] = {}
 
-    async def look(record: PeerRecord) -> None:
-        async with gate:
+    async def measure_into_links(record: PeerRecord) -> None:
+        async with slots:
             try:
                 async with asyncio.timeout(3 * timeout):
-                    found = await probe(record, hello, timeout)
+                    quality = await probe(record, hello, timeout)
             except TimeoutError:
                 problem = f"no answer within {3 * timeout:g} s"
                 links[record.peer_id] = MeasuredLink(rtt_s=math.inf, problem=problem)
             except SwarmError as error:
                 links[record.peer_id] = MeasuredLink(rtt_s=math.inf, problem=str(error))
             else:
-                links[record.peer_id] = MeasuredLink(rtt_s=found.rtt_s, bytes_per_s=found.bytes_per_s)
+                links[record.peer_id] = MeasuredLink(rtt_s=quality.rtt_s, bytes_per_s=quality.bytes_per_s)
 
     async with asyncio.TaskGroup() as group:
         for record in records:
             if record.addresses:
-                group.create_task(look(record))
+                group.create_task(measure_into_links(record))
     return links
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelView:
-    """A model that is served, as its peers describe it. `missing` layers have no peer that stays."""
+    """A served model, as its peers describe it. `missing` layers have no peer, or only leaving ones."""
 
     model: ModelRecord
     peers: int
@@ -282,17 +282,17 @@ class ModelView:
 
     @property
     def layer_memory(self) -> int:
-        """Bytes of memory that a layer takes on a peer in accuracy, on average."""
+        """Bytes of memory of an average layer on a peer in accuracy mode."""
         return layer_bytes(self.model.layer_bytes, self.model.weights, "f32")
 
     @property
     def kv_token_memory(self) -> int:
-        """Bytes that one cached token adds to that."""
+        """Bytes that one cached token adds to a layer."""
         return kv_bytes(self.model.kv_layer_elements, "f32")
 
     def to_plain(self) -> dict[str, Any]:
-        """Averages of a layer: `layer_bytes` on disk, `kv_layer_elements` the numbers that one token adds to its
-        KV cache, and what both take in the memory of a peer in accuracy."""
+        """JSON types only. Per layer, on average: `layer_bytes` on disk, `kv_layer_elements` numbers of KV cache for
+        each token, and the bytes of both in the memory of a peer in accuracy mode."""
         return {
             "name": self.model.name,
             "digest": self.model.digest,

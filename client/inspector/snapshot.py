@@ -1,4 +1,4 @@
-"""A look at a model's swarm: who serves what now, how they are reached, which route a client would take."""
+"""Inspects a model's swarm: looks up its peers, measures the links to them, and plans a route."""
 
 from __future__ import annotations
 
@@ -19,50 +19,48 @@ from swarm.transport.hello import client_hello
 
 _HIDDEN_BYTES = 4  # f32, the default on the wire
 _ASSUMED_HIDDEN_SIZE = 4096
-_ASKED_FOR_MANIFEST = 3
-_OTHERS_FAULT = (DirectoryError, PeerError, RemoteProtocolError)
+_MANIFEST_ATTEMPTS = 3
+_REMOTE_ERRORS = (DirectoryError, PeerError, RemoteProtocolError)
 
 
 class SwarmInspector:
-    """Everything that one look at a model's swarm takes, and what the first one learned for the next.
+    """Inspects one model's swarm repeatedly; keeps the model's digest and manifest once they are known.
 
-    `text` is the model's name or digest where there is no `manifest`.
+    `model` is a name or a digest. It is not looked up where `manifest` is given.
     """
 
     def __init__(
         self,
         *,
-        text: str,
+        model: str,
         manifest: Manifest | None,
         tokens: int,
         kv_tokens: int,
         objective: Objective,
         numerics: Numerics | None,
-        wall: Callable[[], float] = time.time,
     ) -> None:
-        self._text = text
+        self._query = model
         self._tokens = tokens
         self._kv_tokens = kv_tokens
         self._objective = objective
         self._numerics = numerics
-        self._wall = wall
         self._hello = client_hello()
         self._manifest = manifest
-        self._model = (manifest.name, manifest.digest, len(manifest.layers)) if manifest else None
+        self._identity = (manifest.name, manifest.digest, len(manifest.layers)) if manifest else None
 
-    async def __call__(self, directory: Directory, say: Callable[[str], None] = lambda _: None) -> Inspection:
-        """Raises UnknownModel, MixedModels, and what the directory raises; never for a single peer."""
-        say("looking up who serves what")
-        if self._model is None:
-            found = await find_model(directory, self._text)
-            self._model = (found.name, found.digest, found.layers)
-        name, digest, layers = self._model
-        records = await find_peers(directory, digest, now=self._wall())
-        say(f"measuring the way to {len(records)} peers")
+    async def inspect(self, directory: Directory, on_progress: Callable[[str], None] = lambda _: None) -> Inspection:
+        """Raises UnknownModel, MixedModels, and what the directory raises; a failing peer raises nothing."""
+        on_progress("looking up peers and their layers")
+        if self._identity is None:
+            found = await find_model(directory, self._query)
+            self._identity = (found.name, found.digest, found.layers)
+        name, digest, layers = self._identity
+        records = await find_peers(directory, digest, now=time.time())
+        on_progress(f"measuring the links to {len(records)} peers")
         links = await measure(records, self._hello)
         if self._manifest is None:
-            say("asking for the manifest")
-            self._manifest = await self._ask_manifest(records, links, digest)
+            on_progress("asking for the manifest")
+            self._manifest = await self._fetch_manifest(records, links, digest)
         request = RouteRequest(
             layers=layers,
             hidden_bytes=(self._manifest.hidden_size if self._manifest else _ASSUMED_HIDDEN_SIZE) * _HIDDEN_BYTES,
@@ -71,28 +69,28 @@ class SwarmInspector:
             objective=self._objective,
             numerics=self._numerics,
         )
-        return inspect_swarm(name, digest, records, request, links=links, now=self._wall())
+        return inspect_swarm(name, digest, records, request, links=links, now=time.time())
 
     @property
-    def assumed(self) -> str:
-        """What the costs rest on that nobody said; empty where there is nothing."""
+    def assumption(self) -> str:
+        """What the costs assume because no peer reported it; empty where nothing is assumed."""
         if self._manifest is not None:
             return ""
-        return f"no peer gave its manifest: transfers are counted for a hidden size of {_ASSUMED_HIDDEN_SIZE}"
+        return f"no peer sent the manifest: the cost of transfers assumes a hidden size of {_ASSUMED_HIDDEN_SIZE}"
 
-    async def _ask_manifest(
+    async def _fetch_manifest(
         self, records: Sequence[PeerRecord], links: dict[str, MeasuredLink], digest: str
     ) -> Manifest | None:
-        """From a peer nearby; None where none of a few gives it."""
-        reached = [record for record in records if record.peer_id in links and links[record.peer_id].reachable]
-        reached.sort(key=lambda record: links[record.peer_id].rtt_s)
-        for record in reached[:_ASKED_FOR_MANIFEST]:
+        """Ask the nearest peers in turn. Returns None where all attempts fail."""
+        reachable = [record for record in records if record.peer_id in links and links[record.peer_id].reachable]
+        reachable.sort(key=lambda record: links[record.peer_id].rtt_s)
+        for record in reachable[:_MANIFEST_ATTEMPTS]:
             try:
                 channel = await Channel.open(record.places, self._hello)
                 try:
                     return await fetch_manifest(channel, digest)
                 finally:
                     await channel.close()
-            except (*_OTHERS_FAULT, UnknownModel):
-                continue  # the next one; `assumed` says so if there is none
+            except (*_REMOTE_ERRORS, UnknownModel):
+                continue
         return None

@@ -1,4 +1,4 @@
-"""The commands up to where a swarm is needed; what they do on one is tested with real peers."""
+"""The commands without a swarm; tests with real peers cover the rest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def swarm(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (("generate", "toy", "Hi", "--initial-peer", " 10.0.0.7:1"), 2, "' 10.0.0.7:1' is not an address"),
         (("generate", "toy", "Hi", "--initial-peer", "10.0.0.7:0"), 2, "port 0"),
@@ -29,21 +29,21 @@ def swarm(*words: str) -> subprocess.CompletedProcess[str]:
         (("generate", "toy", "Hi", *HERE, "--top-p", "2"), 2, "top_p is 2.0"),
         (("generate", "toy", "Hi", *HERE, "--stop", ""), 2, "stop_strings"),
         (("generate", "toy", "Hi", *HERE, "--raw", "--system", "x"), 2, "--system belongs to a chat template"),
-        (("generate", "toy", "Hi", *HERE, "--numerics", "a/b/c"), 2, "is no numerics"),
+        (("generate", "toy", "Hi", *HERE, "--numerics", "a/b/c"), 2, "is not valid as numerics"),
         (("generate", "toy", "Hi", *HERE), 7, "127.0.0.1:9"),
         (("chat", "toy", *HERE), 7, "127.0.0.1:9"),
         (("chat", "./no-such-package", *HERE), 4, "no-such-package is not a model package"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_an_exit_code(words: tuple[str, ...], code: int, said: str) -> None:
+def test_an_error_is_one_line_and_an_exit_code(words: tuple[str, ...], code: int, message: str) -> None:
     done = swarm(*words)
     assert (done.returncode, done.stdout) == (code, "")
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.stderr.startswith("error: ")
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_what_no_option_takes_is_told_by_its_name() -> None:
+def test_an_option_out_of_range_is_named() -> None:
     done = swarm("chat", "toy", *HERE, "--context", "0")
     assert done.returncode == 2
     assert "--context" in done.stderr
@@ -52,6 +52,6 @@ def test_what_no_option_takes_is_told_by_its_name() -> None:
     assert "--draft-tokens" in done.stderr
 
 
-def test_bytes_on_stdin_that_are_no_text_are_kept_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_on_stdin_that_are_not_text_are_preserved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
     assert _stdin().read() == "caf\udce9"

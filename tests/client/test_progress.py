@@ -13,7 +13,7 @@ from client.speculation.speculation import SpeculationReport
 
 
 class Screen:
-    """What stdout and stderr got, in one order."""
+    """Records stdout and stderr in one stream."""
 
     def __init__(self, *, terminal: bool) -> None:
         self.now = 0.0
@@ -21,66 +21,66 @@ class Screen:
         console = Console(file=self.shown, force_terminal=terminal, color_system=None, width=200)
         self.progress = Progress(console=console, output=self.shown, clock=lambda: self.now)
 
-    def hear(self, stage: Stage, text: str, done: int = 0, total: int = 0) -> None:
-        self.progress.hear(Event(stage=stage, text=text, done=done, total=total))
+    def on_event(self, stage: Stage, text: str, done: int = 0, total: int = 0) -> None:
+        self.progress.on_event(Event(stage=stage, text=text, done=done, total=total))
 
 
-def test_what_takes_no_second_is_not_mentioned_in_a_file() -> None:
+def test_off_a_terminal_nothing_is_printed_in_the_first_second() -> None:
     screen = Screen(terminal=False)
-    screen.hear(Stage.LOOKING, "looking")
-    screen.hear(Stage.PREFILL, "reading the prompt", 128, 2000)
+    screen.on_event(Stage.LOOKING, "looking")
+    screen.on_event(Stage.PREFILL, "reading the prompt", 128, 2000)
     assert screen.shown.getvalue() == ""
 
 
-def test_a_file_gets_a_line_a_second() -> None:
+def test_off_a_terminal_a_line_a_second_is_printed() -> None:
     screen = Screen(terminal=False)
     for place in range(1, 11):
         screen.now = place * 0.5
-        screen.hear(Stage.PREFILL, "reading the prompt", place * 100, 1000)
+        screen.on_event(Stage.PREFILL, "reading the prompt", place * 100, 1000)
     shares = [line.split()[-1] for line in screen.shown.getvalue().splitlines()]
     assert shares == ["20%", "40%", "60%", "80%", "100%"]
 
 
-def test_repairs_and_trust_are_always_said() -> None:
+def test_repairs_and_trusted_addresses_are_always_printed() -> None:
     screen = Screen(terminal=False)
-    screen.hear(Stage.TRUSTED, "10.0.0.1:1 was taken on trust [really]")
-    screen.hear(Stage.REPAIRING, "another route is needed")
+    screen.on_event(Stage.TRUSTED, "10.0.0.1:1 was taken on trust [really]")
+    screen.on_event(Stage.REPAIRING, "another route is needed")
     assert screen.shown.getvalue() == "10.0.0.1:1 was taken on trust [really]\nanother route is needed\n"
 
 
-def test_a_file_learns_that_a_draft_is_loaded_before_the_seconds_that_it_takes() -> None:
+def test_off_a_terminal_the_loading_of_a_draft_is_printed_at_once() -> None:
     screen = Screen(terminal=False)
-    screen.hear(Stage.DRAFT, "loading the draft small")
+    screen.on_event(Stage.DRAFT, "loading the draft small")
     assert screen.shown.getvalue() == "loading the draft small\n"
 
 
-def test_a_message_in_the_middle_of_an_answer_begins_a_line() -> None:
+def test_a_note_during_an_answer_begins_a_new_line() -> None:
     screen = Screen(terminal=True)
     screen.progress.write("The fox")
-    screen.hear(Stage.REPAIRING, "another route is needed")
+    screen.on_event(Stage.REPAIRING, "another route is needed")
     screen.progress.write(" ran.")
     screen.progress.end_line()
     screen.progress.end_line()
     assert screen.shown.getvalue() == "The fox\nanother route is needed\n ran.\n"
 
 
-def test_the_answer_is_never_mixed_with_what_goes_away() -> None:
+def test_the_status_line_is_cleared_before_the_answer() -> None:
     screen = Screen(terminal=True)
     with screen.progress as progress:
-        screen.hear(Stage.ROUTING, "choosing a route")
+        screen.on_event(Stage.ROUTING, "choosing a route")
         progress.write("The")
-        screen.hear(Stage.ROUTING, "choosing a route")
+        screen.on_event(Stage.ROUTING, "choosing a route")
         progress.write(" fox\n")
     assert screen.shown.getvalue().endswith("The fox\n")
 
 
-def test_a_file_learns_what_is_waited_for_at_once_and_no_line_twice() -> None:
+def test_off_a_terminal_waiting_is_printed_at_once_and_no_line_twice() -> None:
     screen = Screen(terminal=False)
     for now in range(2, 12):
         screen.now = float(now)
-        screen.hear(Stage.ROUTING, "choosing a route")
-        screen.hear(Stage.WAITING, "waiting for a peer: nobody serves layers 3:7")
-    screen.hear(Stage.WAITING, "waiting for a peer: all are busy")
+        screen.on_event(Stage.ROUTING, "choosing a route")
+        screen.on_event(Stage.WAITING, "waiting for a peer: nobody serves layers 3:7")
+    screen.on_event(Stage.WAITING, "waiting for a peer: all are busy")
     assert screen.shown.getvalue().splitlines() == [
         "choosing a route",
         "waiting for a peer: nobody serves layers 3:7",
@@ -88,8 +88,8 @@ def test_a_file_learns_what_is_waited_for_at_once_and_no_line_twice() -> None:
     ]
 
 
-def test_the_line_after_an_answer_says_how_guessing_went_and_why_it_ended() -> None:
-    def told(report: SpeculationReport) -> str:
+def test_the_line_after_an_answer_reports_speculation() -> None:
+    def line_for(report: SpeculationReport) -> str:
         return describe(
             Reply(text="", token_ids=(), finish_reason=FinishReason.STOP, metrics=replace(METRICS, speculation=report))
         )
@@ -98,14 +98,14 @@ def test_the_line_after_an_answer_says_how_guessing_went_and_why_it_ended() -> N
     report = SpeculationReport(
         draft="ngram", proposed=9, accepted=7, trips=4, tokens_a_trip=2.5, windows=windows, without=12.0, off=""
     )
-    assert "7 of 9 guesses accepted (ngram), 2.5 tokens a trip, 12.0 tokens/s without (estimated)" in told(report)
-    assert "guesses a window: ..., 3x2, 4, 0x2, 1, 2x2, 3" in told(report)
-    assert "at the end" not in told(report)
-    assert "without" not in told(replace(report, without=0.0))  # nothing told it
-    off = told(replace(report, proposed=0, accepted=0, windows=((1, 0, 1),), off="3% of the guesses were right"))
+    assert "7 of 9 guesses accepted (ngram), 2.5 tokens a trip, 12.0 tokens/s without (estimated)" in line_for(report)
+    assert "guesses a window: ..., 3x2, 4, 0x2, 1, 2x2, 3" in line_for(report)
+    assert "at the end" not in line_for(report)
+    assert "without" not in line_for(replace(report, without=0.0))  # no estimate
+    off = line_for(replace(report, proposed=0, accepted=0, windows=((1, 0, 1),), off="3% of the guesses were right"))
     assert "no guesses (ngram) at the end: 3% of the guesses were right" in off
     assert "accepted" not in off
-    assert told(replace(report, proposed=0, accepted=0)).endswith("; no guesses (ngram)")  # it knew none
+    assert line_for(replace(report, proposed=0, accepted=0)).endswith("; no guesses (ngram)")
 
 
 METRICS = Metrics(

@@ -1,4 +1,4 @@
-"""Errors as HTTP callers see them: OpenAI's shape, and a status that fits."""
+"""Errors as HTTP callers get them: a status, and OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from swarm.errors import (
     UnknownSession,
 )
 
-_BUSY_S = 1.0
-_KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+_RETRY_S = 1.0
+_ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApiError:
-    """What goes back: `status`, and the four fields of OpenAI's error object."""
+    """One error response: its `status`, and the fields of OpenAI's error object."""
 
     status: int
     message: str
@@ -37,11 +37,11 @@ class ApiError:
     retry_after_s: float = 0.0
 
     @property
-    def kind(self) -> str:
-        return _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+    def error_type(self) -> str:
+        return _ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
     def to_plain(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -52,7 +52,7 @@ class ApiError:
 
 
 def api_error_of(error: SwarmError) -> ApiError:
-    """Which status an error of this program gets. A caller's own mistakes are 4xx, a swarm that cannot is 5xx."""
+    """Translate an error of this program. Faults of the caller are 4xx, those of the swarm or the gateway 5xx."""
     text = str(error)
     match error:
         case RequestError():
@@ -66,20 +66,18 @@ def api_error_of(error: SwarmError) -> ApiError:
         case ContextExceeded():
             return ApiError(status=400, message=text, code="context_length_exceeded")
         case ConfigError():
-            named = text.partition(" ")[0]
-            return ApiError(status=400, message=text, code="invalid_value", param=named if named in COMMON else None)
+            param = text.partition(" ")[0]
+            return ApiError(status=400, message=text, code="invalid_value", param=param if param in COMMON else None)
         case UnknownModel() | MixedModels():
             return ApiError(status=404, message=text, code="model_not_found", param="model")
         case PeerBusy():
-            return ApiError(status=429, message=text, code=error.code, retry_after_s=max(error.retry_after, _BUSY_S))
-        case NotCovered():
-            return ApiError(status=503, message=text, code=error.code, retry_after_s=_BUSY_S)
-        case PeerError() | DirectoryError() | UnknownSession():
-            return ApiError(status=503, message=text, code=error.code, retry_after_s=_BUSY_S)
+            return ApiError(status=429, message=text, code=error.code, retry_after_s=max(error.retry_after, _RETRY_S))
+        case NotCovered() | PeerError() | DirectoryError() | UnknownSession():
+            return ApiError(status=503, message=text, code=error.code, retry_after_s=_RETRY_S)
         case ProtocolError() if error.retryable:
             return ApiError(status=502, message=text, code=error.code)
         case _:
             return ApiError(status=500, message=text, code=error.code)
 
 
-BUG = ApiError(status=500, message="the gateway made a mistake; its log says which", code="internal_error")
+INTERNAL_ERROR = ApiError(status=500, message="the gateway made a mistake; its log says which", code="internal_error")

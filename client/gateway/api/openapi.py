@@ -1,4 +1,4 @@
-"""The API's description in OpenAPI 3.1; its request bodies are what requests are checked against."""
+"""The API's description in OpenAPI 3.1. Requests are checked against the schemas that it contains."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ _MODEL = {
         "context_length": {"type": "integer"},
     },
 }
-_REFUSALS = {
+_ERROR_MEANINGS = {
     400: "The request is wrong; `param` says where.",
     401: "No key, or a wrong one.",
-    403: "Without keys: asked under a host name that is not this machine's.",
+    403: "The gateway has no keys, and the Host header does not name its machine.",
     404: "There is no such model.",
-    408: "The body did not come in time.",
+    408: "The body did not arrive in time.",
     413: "The body is too long.",
-    415: "The body is no JSON.",
-    429: "Full; Retry-After says when to come back.",
-    500: "A mistake of the gateway.",
-    502: "A peer answered what cannot be.",
+    415: "The body is not JSON.",
+    429: "The gateway is busy; Retry-After says when to try again.",
+    500: "An internal error of the gateway.",
+    502: "A peer broke the protocol.",
     503: "Layers of the model are not covered, or peers failed; the message names them.",
 }
 
 
-def _answer(kind: str) -> dict[str, Any]:
+def _completion_schema(kind: str) -> dict[str, Any]:
     return {
         "type": "object",
         "required": ["id", "object", "created", "model", "choices", "usage"],
@@ -78,46 +78,46 @@ def _answer(kind: str) -> dict[str, Any]:
     }
 
 
-def _json(schema: dict[str, Any], about: str) -> dict[str, Any]:
-    return {"description": about, "content": {"application/json": {"schema": schema}}}
+def _json(schema: dict[str, Any], summary: str) -> dict[str, Any]:
+    return {"description": summary, "content": {"application/json": {"schema": schema}}}
 
 
-def _refusals(*statuses: int) -> dict[str, Any]:
-    return {str(status): _json(_ERROR, _REFUSALS[status]) for status in statuses}
+def _error_responses(*statuses: int) -> dict[str, Any]:
+    return {str(status): _json(_ERROR, _ERROR_MEANINGS[status]) for status in statuses}
 
 
-def _completion(name: str, body: dict[str, Any], kind: str, about: str) -> dict[str, Any]:
-    answered = _json(_answer(kind), "The answer; with `stream`, its chunks as server-sent events.")
-    answered["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+def _completion_path(name: str, body: dict[str, Any], kind: str, summary: str) -> dict[str, Any]:
+    success = _json(_completion_schema(kind), "The answer; with `stream`, its chunks as server-sent events.")
+    success["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     return {
         "post": {
             "operationId": name,
-            "summary": about,
+            "summary": summary,
             "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
-            "responses": {"200": answered, **_refusals(*_REFUSALS)},
+            "responses": {"200": success, **_error_responses(*_ERROR_MEANINGS)},
         }
     }
 
 
-def _get(name: str, schema: dict[str, Any], about: str, *refusals: int, **more: Any) -> dict[str, Any]:
+def _get_path(name: str, schema: dict[str, Any], summary: str, *statuses: int, **more: Any) -> dict[str, Any]:
     return {
         "get": {
             "operationId": name,
-            "summary": about,
-            "responses": {"200": _json(schema, about), **_refusals(*refusals)},
+            "summary": summary,
+            "responses": {"200": _json(schema, summary), **_error_responses(*statuses)},
             **more,
         }
     }
 
 
-def _text(name: str, kind: str, about: str) -> dict[str, Any]:
-    got = _get(name, {}, about, 401, 403)
-    got["get"]["responses"]["200"]["content"] = {kind: {"schema": {"type": "string"}}}
-    return got
+def _text_path(name: str, kind: str, summary: str) -> dict[str, Any]:
+    path = _get_path(name, {}, summary, 401, 403)
+    path["get"]["responses"]["200"]["content"] = {kind: {"schema": {"type": "string"}}}
+    return path
 
 
-def description(*, needs_key: bool) -> dict[str, Any]:
-    """The document at /openapi.json."""
+def openapi_document(*, needs_key: bool) -> dict[str, Any]:
+    """The document that /openapi.json serves."""
     swarm = {
         "type": "object",
         "required": ["schema", "at", "models"],
@@ -125,29 +125,31 @@ def description(*, needs_key: bool) -> dict[str, Any]:
     }
     health = {"type": "object", "required": ["live", "ready", "models"]}
     model_id = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    listed = {
+    model_list = {
         "type": "object",
         "required": ["object", "data"],
         "properties": {"object": {"enum": ["list"]}, "data": {"type": "array", "items": _MODEL}},
     }
-    healthy = _get("health", health, "Live, and whether a token came through a route lately.", 403)
-    healthy["get"]["responses"]["503"] = _json(health, "Live, and not ready.")
-    plain: dict[str, Any] = {
+    health_path = _get_path("health", health, "Live, and at least one model generated a token recently.", 403)
+    health_path["get"]["responses"]["503"] = _json(health, "Live, but not ready.")
+    document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "swarm gateway", "version": __version__},
         "paths": {
-            "/v1/chat/completions": _completion("chat", CHAT, "chat.completion", "Answer a conversation."),
-            "/v1/completions": _completion("complete", COMPLETION, "text_completion", "Continue a text."),
-            "/v1/models": _get("models", listed, "The models that are offered.", 401, 403),
-            "/v1/models/{model}": _get("model", _MODEL, "One of them.", 401, 403, 404, parameters=[model_id]),
-            "/api/swarm": _get("swarm", swarm, "Who serves what, and the routes in use.", 401, 403),
-            "/api/swarm/events": _text("events", "text/event-stream", "The same as events, every two seconds."),
-            "/health": healthy,
-            "/health/live": _get("live", {"type": "object", "required": ["live"]}, "It lives.", 403),
-            "/metrics": _text("metrics", "text/plain", "For Prometheus."),
+            "/v1/chat/completions": _completion_path("chat", CHAT, "chat.completion", "Answer a conversation."),
+            "/v1/completions": _completion_path("complete", COMPLETION, "text_completion", "Continue a text."),
+            "/v1/models": _get_path("models", model_list, "List the models.", 401, 403),
+            "/v1/models/{model}": _get_path(
+                "model", _MODEL, "Describe one model.", 401, 403, 404, parameters=[model_id]
+            ),
+            "/api/swarm": _get_path("swarm", swarm, "Peers, their layers, and the routes in use.", 401, 403),
+            "/api/swarm/events": _text_path("events", "text/event-stream", "The same as events, every two seconds."),
+            "/health": health_path,
+            "/health/live": _get_path("live", {"type": "object", "required": ["live"]}, "The gateway runs.", 403),
+            "/metrics": _text_path("metrics", "text/plain", "Metrics for Prometheus."),
         },
     }
     if needs_key:
-        plain["components"] = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
-        plain["security"] = [{"key": []}]
-    return plain
+        document["components"] = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+        document["security"] = [{"key": []}]
+    return document

@@ -1,8 +1,8 @@
 """The parameters of the two completion endpoints, as JSON Schema.
 
-What OpenAI's API has and a swarm cannot do is listed too, with the values that mean "do without": anything else is
-refused by name, nothing is ignored in silence. `user`, `metadata` and their like describe the caller and change no
-answer.
+Parameters of OpenAI's API that a swarm does not support are listed too, with the values that do not use them. Other
+values are refused by name; nothing is silently ignored. `user`, `metadata` and the like describe the caller and
+change no answer.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from swarm.sampling import MAX_LOGIT_BIAS
 _MAX_TEXT = 4 << 20
 _MAX_TOKENS = 1 << 20
 _INT64 = 1 << 63
-MAX_PROMPTS = 16
-MAX_TOP_LOGPROBS = 20
+_MAX_PROMPTS = 16
+_MAX_TOP_LOGPROBS = 20
 
 _TOKENS = {"type": ["integer", "null"], "minimum": 1, "maximum": (1 << 31) - 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "maxItems": _MAX_TOKENS}
 _TEXT = {"type": "string", "maxLength": _MAX_TEXT}
 
 
-def _number(low: float, high: float, about: str, **more: Any) -> dict[str, Any]:
-    return {"type": ["number", "null"], "minimum": low, "maximum": high, "description": about, **more}
+def _number(low: float, high: float, description: str, **more: Any) -> dict[str, Any]:
+    return {"type": ["number", "null"], "minimum": low, "maximum": high, "description": description, **more}
 
 
-def _integer(low: int, high: int, about: str) -> dict[str, Any]:
-    return {"type": ["integer", "null"], "minimum": low, "maximum": high, "description": about}
+def _integer(low: int, high: int, description: str) -> dict[str, Any]:
+    return {"type": ["integer", "null"], "minimum": low, "maximum": high, "description": description}
 
 
-def _flag(about: str) -> dict[str, Any]:
-    return {"type": ["boolean", "null"], "description": about}
+def _flag(description: str) -> dict[str, Any]:
+    return {"type": ["boolean", "null"], "description": description}
 
 
-def _without(schema: dict[str, Any]) -> dict[str, Any]:
-    """A parameter of which only the value that asks for nothing is taken."""
-    return {**schema, "x-unsupported": True, "description": "Not supported; only the value that asks for nothing."}
+def _unsupported(schema: dict[str, Any]) -> dict[str, Any]:
+    """A parameter that only takes values with no effect."""
+    return {**schema, "x-unsupported": True, "description": "Not supported; only values without effect are accepted."}
 
 
-_NOTHING = _without({"type": "null"})
-_NO_LIST = _without({"type": ["array", "null"], "maxItems": 0})
-_NOT_TRUE = _without({"type": ["boolean", "null"], "enum": [False, None]})
+_UNSUPPORTED = _unsupported({"type": "null"})
+_UNSUPPORTED_LIST = _unsupported({"type": ["array", "null"], "maxItems": 0})
+_UNSUPPORTED_FLAG = _unsupported({"type": ["boolean", "null"], "enum": [False, None]})
 
 _CALLER = {"type": ["string", "null"], "maxLength": 512, "description": "Describes the caller; changes no answer."}
 
 COMMON: dict[str, Any] = {
     "model": {"type": "string", "minLength": 1, "maxLength": 256, "description": "As /v1/models lists it."},
     "max_tokens": _TOKENS,
-    "temperature": _number(0, 2, "0 takes the likeliest token."),
+    "temperature": _number(0, 2, "0 always takes the likeliest token."),
     "top_p": {
         "type": ["number", "null"],
         "exclusiveMinimum": 0,
@@ -67,25 +67,28 @@ COMMON: dict[str, Any] = {
         "description": "The answer ends before the first of these texts.",
     },
     "n": _integer(1, 16, "How many answers."),
-    "presence_penalty": _number(-2, 2, "Subtracted from the score of each token that the answer has already."),
-    "frequency_penalty": _number(-2, 2, "The same for each time that it has it."),
+    "presence_penalty": _number(-2, 2, "Subtracted from the logit of each token that the answer contains already."),
+    "frequency_penalty": _number(-2, 2, "Subtracted from a token's logit for each time that the answer contains it."),
     "repetition_penalty": {
         "type": ["number", "null"],
         "exclusiveMinimum": 0,
         "maximum": 100,
-        "description": "Over 1: tokens of prompt and answer become less likely.",
+        "description": "Over 1: tokens of the prompt and the answer become less likely.",
     },
     "logit_bias": {
         "type": ["object", "null"],
         "propertyNames": {"pattern": "^[0-9]{1,9}$"},
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         "maxProperties": MAX_LOGIT_BIAS,
-        "description": "Token id to what is added to its score.",
+        "description": "Token id to what is added to its logit.",
     },
     "stream": _flag("Server-sent events instead of one object."),
     "stream_options": {
         "type": ["object", "null"],
-        "properties": {"include_usage": _flag("A last chunk with the usage."), "include_obfuscation": _NOT_TRUE},
+        "properties": {
+            "include_usage": _flag("A last chunk with the usage."),
+            "include_obfuscation": _UNSUPPORTED_FLAG,
+        },
         "additionalProperties": False,
     },
     "ignore_eos": _flag("Go on after the model's end of text."),
@@ -106,12 +109,12 @@ _MESSAGE = {
         "role": {"type": "string", "enum": ["system", "developer", "user", "assistant"]},
         "content": {"anyOf": [_TEXT, {"type": "array", "items": _PART, "minItems": 1, "maxItems": 1024}]},
         "name": {"type": ["string", "null"], "maxLength": 256},
-        # what an answer of this API brings along when it is sent back
-        "refusal": _NOTHING,
-        "audio": _NOTHING,
-        "function_call": _NOTHING,
-        "tool_calls": _NO_LIST,
-        "annotations": _NO_LIST,
+        # Fields of this API's own answers, which callers send back as history.
+        "refusal": _UNSUPPORTED,
+        "audio": _UNSUPPORTED,
+        "function_call": _UNSUPPORTED,
+        "tool_calls": _UNSUPPORTED_LIST,
+        "annotations": _UNSUPPORTED_LIST,
     },
     "required": ["role", "content"],
     "additionalProperties": False,
@@ -124,31 +127,31 @@ CHAT: dict[str, Any] = {
         "messages": {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": 4096},
         "max_completion_tokens": _TOKENS,
         "logprobs": _flag("Log-probabilities of the answer's tokens."),
-        "top_logprobs": _integer(0, MAX_TOP_LOGPROBS, "How many of the likeliest tokens beside; needs `logprobs`."),
+        "top_logprobs": _integer(0, _MAX_TOP_LOGPROBS, "How many of the likeliest tokens to add; needs `logprobs`."),
         "metadata": {"type": ["object", "null"], "maxProperties": 16},
         "safety_identifier": _CALLER,
         "prompt_cache_key": _CALLER,
-        "prompt_cache_retention": _NOTHING,
-        "tools": _NO_LIST,
-        "functions": _NO_LIST,
-        "tool_choice": _without({"type": ["string", "null"], "enum": ["none", "auto", None]}),
-        "function_call": _without({"type": ["string", "null"], "enum": ["none", "auto", None]}),
-        "parallel_tool_calls": _flag("Means nothing without tools, which are not supported."),
-        "response_format": _without(
+        "prompt_cache_retention": _UNSUPPORTED,
+        "tools": _UNSUPPORTED_LIST,
+        "functions": _UNSUPPORTED_LIST,
+        "tool_choice": _unsupported({"type": ["string", "null"], "enum": ["none", "auto", None]}),
+        "function_call": _unsupported({"type": ["string", "null"], "enum": ["none", "auto", None]}),
+        "parallel_tool_calls": _flag("Has no effect: tools are not supported."),
+        "response_format": _unsupported(
             {
                 "type": ["object", "null"],
-                "properties": {"type": _without({"type": "string", "enum": ["text"]})},
+                "properties": {"type": _unsupported({"type": "string", "enum": ["text"]})},
                 "additionalProperties": False,
             }
         ),
-        "modalities": _without({"type": ["array", "null"], "items": {"type": "string", "enum": ["text"]}}),
-        "store": _NOT_TRUE,
-        "service_tier": _without({"type": ["string", "null"], "enum": ["auto", "default", None]}),
-        "audio": _NOTHING,
-        "prediction": _NOTHING,
-        "reasoning_effort": _NOTHING,
-        "verbosity": _NOTHING,
-        "web_search_options": _NOTHING,
+        "modalities": _unsupported({"type": ["array", "null"], "items": {"type": "string", "enum": ["text"]}}),
+        "store": _UNSUPPORTED_FLAG,
+        "service_tier": _unsupported({"type": ["string", "null"], "enum": ["auto", "default", None]}),
+        "audio": _UNSUPPORTED,
+        "prediction": _UNSUPPORTED,
+        "reasoning_effort": _UNSUPPORTED,
+        "verbosity": _UNSUPPORTED,
+        "web_search_options": _UNSUPPORTED,
     },
     "required": ["model", "messages"],
     "additionalProperties": False,
@@ -162,15 +165,15 @@ COMPLETION: dict[str, Any] = {
             "anyOf": [
                 _TEXT,
                 _IDS,
-                {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_PROMPTS},
-                {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
+                {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": _MAX_PROMPTS},
+                {"type": "array", "items": _IDS, "minItems": 1, "maxItems": _MAX_PROMPTS},
             ],
-            "description": "A text or token ids, or several of them.",
+            "description": "One or several prompts, each a text or token ids.",
         },
-        "logprobs": _integer(0, MAX_TOP_LOGPROBS, "Log-probabilities, with this many of the likeliest tokens."),
-        "echo": _NOT_TRUE,
-        "best_of": _without({"type": ["integer", "null"], "enum": [1, None]}),
-        "suffix": _NOTHING,
+        "logprobs": _integer(0, _MAX_TOP_LOGPROBS, "Log-probabilities, with this many of the likeliest tokens."),
+        "echo": _UNSUPPORTED_FLAG,
+        "best_of": _unsupported({"type": ["integer", "null"], "enum": [1, None]}),
+        "suffix": _UNSUPPORTED,
     },
     "required": ["model", "prompt"],
     "additionalProperties": False,

@@ -1,6 +1,6 @@
-"""OpenAI's answers: whole objects, and the chunks of a stream.
+"""Responses in OpenAI's shape: whole objects, and the chunks of a stream.
 
-A chunk is made for every token, so what is the same in all of an answer is put together once, as bytes.
+A stream has a chunk for every token, so what all its chunks share is encoded once.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def finish_reason(reason: FinishReason) -> str:
 
 
 class Usage:
-    """Tokens of one request: each of its prompts counts once, whatever is made of it."""
+    """Token counts of one request. Each prompt counts once, however many choices it gets."""
 
     def __init__(self, prompts: Sequence[int]) -> None:
-        """`prompts` are their lengths."""
+        """`prompts` are the lengths of the prompts."""
         self._prompt = sum(prompts)
         self._cached = [0] * len(prompts)
         self._completion = 0
 
     def add(self, prompt: int, metrics: Metrics) -> None:
-        """An answer to prompt number `prompt`."""
+        """Count a finished choice of prompt number `prompt`."""
         self._cached[prompt] = max(self._cached[prompt], metrics.reused_tokens)
         self._completion += metrics.new_tokens
 
@@ -49,8 +49,8 @@ class Usage:
 
 
 @dataclass(kw_only=True)
-class Written:
-    """One choice, whole."""
+class FinishedChoice:
+    """One complete choice."""
 
     text: str
     reason: str
@@ -59,46 +59,46 @@ class Written:
 
 
 class ResponseFormat(ABC):
-    """The frame of one request's answers. `decode` gives the text of token ids, for log-probabilities."""
+    """Builds the response of one request. `decode` gives the text of token ids, for log-probabilities."""
 
     kind: str
     chunk_kind: str
-    prefix: str
+    id_prefix: str
 
     def __init__(self, *, answer_id: str, created: int, model: str, decode: Decode, include_usage: bool) -> None:
-        self._head = {"id": f"{self.prefix}{answer_id}", "created": created, "model": model}
+        self._header = {"id": f"{self.id_prefix}{answer_id}", "created": created, "model": model}
         self._decode = decode
-        frame = _compact({**self._head, "object": self.chunk_kind})[:-1]
-        self._before = f"data: {frame},"
-        self._after = ',"usage":null}\n\n' if include_usage else "}\n\n"
+        frame = _compact({**self._header, "object": self.chunk_kind})[:-1]
+        self._chunk_start = f"data: {frame},"
+        self._chunk_end = ',"usage":null}\n\n' if include_usage else "}\n\n"
 
-    def first(self, index: int) -> bytes:
-        """What a stream says before the text of a choice."""
+    def first_chunk(self, index: int) -> bytes:
+        """The chunk before the text of a choice; empty where the API has none."""
         return b""
 
-    def piece(self, index: int, piece: Piece) -> bytes:
-        """One chunk; empty where the piece shows nothing."""
+    def chunk(self, index: int, piece: Piece) -> bytes:
+        """The chunk of a piece; empty where the piece has nothing to show."""
         logprobs = self.logprobs(index, [piece]) if piece.logprobs else None
         reason = None if piece.finish_reason is None else finish_reason(piece.finish_reason)
         if not piece.text and not logprobs and reason is None:
             return b""
-        choice = self._choice(index, piece.text, _compact(logprobs) if logprobs else "null", reason)
-        return f"{self._before}{choice}{self._after}".encode()
+        choice = self._chunk_choice(index, piece.text, _compact(logprobs) if logprobs else "null", reason)
+        return f"{self._chunk_start}{choice}{self._chunk_end}".encode()
 
     def with_metrics(self, chunk: bytes, metrics: Metrics) -> bytes:
-        """A last chunk of a choice with what its hops did."""
-        tail = self._after.encode()
-        return chunk.removesuffix(tail) + b',"swarm":' + _compact(metrics.to_plain()).encode() + tail
+        """Add the metrics of the hops to the last chunk of a choice."""
+        end = self._chunk_end.encode()
+        return chunk.removesuffix(end) + b',"swarm":' + _compact(metrics.to_plain()).encode() + end
 
-    def usage(self, usage: Usage) -> bytes:
-        """The chunk after the last."""
-        return f'{self._before}"choices":[],"usage":{_compact(usage.to_plain())}}}\n\n'.encode()
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """The chunk with the usage, after all choices."""
+        return f'{self._chunk_start}"choices":[],"usage":{_compact(usage.to_plain())}}}\n\n'.encode()
 
-    def whole(self, choices: Sequence[Written], usage: Usage, *, swarm_metrics: bool) -> dict[str, Any]:
+    def response(self, choices: Sequence[FinishedChoice], usage: Usage, *, swarm_metrics: bool) -> dict[str, Any]:
         plain = {
-            **self._head,
+            **self._header,
             "object": self.kind,
-            "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
+            "choices": [self._response_choice(index, choice) for index, choice in enumerate(choices)],
             "usage": usage.to_plain(),
         }
         if swarm_metrics:
@@ -107,14 +107,14 @@ class ResponseFormat(ABC):
 
     @abstractmethod
     def logprobs(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any] | None:
-        """Of the tokens whose text is shown, the next ones of choice `index`: the one that ends an answer has none."""
+        """Log-probabilities of the next tokens of choice `index`, without the token that ends the text."""
 
     @abstractmethod
-    def _choice(self, index: int, text: str, logprobs: str, reason: str | None) -> str:
-        """A chunk's choice; `logprobs` is JSON already."""
+    def _chunk_choice(self, index: int, text: str, logprobs: str, reason: str | None) -> str:
+        """The `choices` member of a chunk as JSON; `logprobs` is JSON already."""
 
     @abstractmethod
-    def _whole_choice(self, index: int, written: Written) -> dict[str, Any]: ...
+    def _response_choice(self, index: int, finished: FinishedChoice) -> dict[str, Any]: ...
 
 
 def _shown(pieces: Sequence[Piece]) -> list[Choice]:
@@ -126,12 +126,12 @@ def _shown(pieces: Sequence[Piece]) -> list[Choice]:
 
 
 class ChatFormat(ResponseFormat):
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def first(self, index: int) -> bytes:
+    def first_chunk(self, index: int) -> bytes:
         delta = '{"role":"assistant","content":"","refusal":null}'
         choice = f'"choices":[{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null}}]'
-        return f"{self._before}{choice}{self._after}".encode()
+        return f"{self._chunk_start}{choice}{self._chunk_end}".encode()
 
     def logprobs(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any] | None:
         content = []
@@ -145,26 +145,26 @@ class ChatFormat(ResponseFormat):
         broken = "\N{REPLACEMENT CHARACTER}" in text
         return {"token": text, "logprob": _finite(logprob), "bytes": None if broken else list(text.encode())}
 
-    def _choice(self, index: int, text: str, logprobs: str, reason: str | None) -> str:
+    def _chunk_choice(self, index: int, text: str, logprobs: str, reason: str | None) -> str:
         delta = f'{{"content":{quoted(text)}}}' if text or reason is None else "{}"
         end = "null" if reason is None else f'"{reason}"'
         return f'"choices":[{{"index":{index},"delta":{delta},"logprobs":{logprobs},"finish_reason":{end}}}]'
 
-    def _whole_choice(self, index: int, written: Written) -> dict[str, Any]:
+    def _response_choice(self, index: int, finished: FinishedChoice) -> dict[str, Any]:
         return {
             "index": index,
-            "message": {"role": "assistant", "content": written.text, "refusal": None},
-            "logprobs": written.logprobs,
-            "finish_reason": written.reason,
+            "message": {"role": "assistant", "content": finished.text, "refusal": None},
+            "logprobs": finished.logprobs,
+            "finish_reason": finished.reason,
         }
 
 
 class TextFormat(ResponseFormat):
-    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
+    kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl-"
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._lengths: dict[int, int] = {}  # of what each choice has so far: offsets go on from chunk to chunk
+        self._lengths: dict[int, int] = {}  # choice -> characters so far: offsets continue from chunk to chunk
 
     def logprobs(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any] | None:
         shown = _shown(pieces)
@@ -179,16 +179,16 @@ class TextFormat(ResponseFormat):
             "text_offset": offsets,
         }
 
-    def _choice(self, index: int, text: str, logprobs: str, reason: str | None) -> str:
+    def _chunk_choice(self, index: int, text: str, logprobs: str, reason: str | None) -> str:
         end = "null" if reason is None else f'"{reason}"'
         return f'"choices":[{{"index":{index},"text":{quoted(text)},"logprobs":{logprobs},"finish_reason":{end}}}]'
 
-    def _whole_choice(self, index: int, written: Written) -> dict[str, Any]:
+    def _response_choice(self, index: int, finished: FinishedChoice) -> dict[str, Any]:
         return {
             "index": index,
-            "text": written.text,
-            "logprobs": written.logprobs,
-            "finish_reason": written.reason,
+            "text": finished.text,
+            "logprobs": finished.logprobs,
+            "finish_reason": finished.reason,
         }
 
 
@@ -197,5 +197,5 @@ def _compact(plain: object) -> str:
 
 
 def _finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI writes -9999 for what is as good as impossible."""
+    """JSON has no infinity; OpenAI writes -9999 for tokens that are practically impossible."""
     return max(logprob, -9999.0)

@@ -1,6 +1,6 @@
-"""What a JSON value must look like: the part of JSON Schema that the API's description uses, and nothing more.
+"""Checks JSON values against the part of JSON Schema that the API's description uses.
 
-The description that callers can read is what their requests are checked against: it cannot say something else.
+Callers read the same schemas at /openapi.json, so the description cannot differ from what is checked.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from swarm.errors import RequestError
 
 Schema = Mapping[str, Any]
-_SHOWN = 60
-_PYTHON: dict[str, tuple[type, ...]] = {
+_MAX_QUOTED = 60
+_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "boolean": (bool,),
     "object": (dict,),
@@ -26,13 +26,13 @@ _PYTHON: dict[str, tuple[type, ...]] = {
 
 
 def check(value: Any, schema: Schema, path: str) -> None:
-    """Raises RequestError naming `path`, the value and what it must be."""
+    """Raises RequestError that names `path`, the value and what it must be."""
     if "anyOf" in schema:
         _check_any(value, schema["anyOf"], path)
         return
     _check_type(value, schema, path)
     if "enum" in schema and value not in schema["enum"]:
-        raise _wrong(
+        raise _invalid(
             path, value, f"it must be {' or '.join(repr(each) for each in schema['enum'] if each is not None)}", schema
         )
     match value:
@@ -42,11 +42,11 @@ def check(value: Any, schema: Schema, path: str) -> None:
             _check_number(value, schema, path)
         case str():
             if len(value) > schema.get("maxLength", math.inf) or len(value) < schema.get("minLength", 0):
-                raise _wrong(path, value, f"it must have {_range(schema, 'Length')} characters")
+                raise _invalid(path, value, f"it must have {_range(schema, 'Length')} characters")
             try:
                 value.encode()
             except UnicodeEncodeError:
-                raise _wrong(path, value, "it must be Unicode, and half a surrogate pair is not") from None
+                raise _invalid(path, value, "it must be Unicode without lone surrogates") from None
         case list():
             _check_list(value, schema, path)
         case dict():
@@ -54,30 +54,32 @@ def check(value: Any, schema: Schema, path: str) -> None:
 
 
 def check_object(value: Mapping[str, Any], schema: Schema, path: str) -> None:
-    """The same for an object; `path` "" is the request itself. Fields that are null count as left out."""
+    """Check an object, as `check` does. `path` is "" for the whole request. A null field counts as absent."""
     properties: Mapping[str, Schema] = schema.get("properties", {})
-    others = schema.get("additionalProperties", True)
+    additional = schema.get("additionalProperties", True)
     for name in schema.get("required", ()):
         if value.get(name) is None:
             raise RequestError(
                 f"{_join(path, name)} is missing", reason="missing_required_parameter", param=_join(path, name)
             )
     if len(value) > schema.get("maxProperties", math.inf):
-        raise _wrong(path, f"{len(value)} entries", f"it must have at most {schema['maxProperties']}")
+        raise _invalid(path, f"{len(value)} entries", f"it must have at most {schema['maxProperties']}")
     names = re.compile(schema.get("propertyNames", {}).get("pattern", ""))
-    for name, each in value.items():
+    for name, item in value.items():
         if not names.search(name):
-            raise _wrong(path, name, f"its names must be like {names.pattern}")
-        at = _join(path, name)
+            raise _invalid(path, name, f"its names must be like {names.pattern}")
+        field = _join(path, name)
         if name in properties:
-            if each is not None:
-                check(each, properties[name], at)
-        elif others is False:
+            if item is not None:
+                check(item, properties[name], field)
+        elif additional is False:
             raise RequestError(
-                f"{_short(at)} is no parameter of this API; leave it out", reason="unknown_parameter", param=_short(at)
+                f"{_short(field)} is not a parameter of this API; leave it out",
+                reason="unknown_parameter",
+                param=_short(field),
             )
-        elif isinstance(others, Mapping):
-            check(each, others, at)
+        elif isinstance(additional, Mapping):
+            check(item, additional, field)
 
 
 def _check_any(value: Any, schemas: list[Schema], path: str) -> None:
@@ -88,43 +90,43 @@ def _check_any(value: Any, schemas: list[Schema], path: str) -> None:
             return
         except RequestError as problem:
             problems.append(problem)
-    # the one that got furthest into the value knows best
+    # The alternative that matched furthest into the value gives the most useful message.
     raise max(problems, key=lambda problem: len(problem.param or ""))
 
 
 def _check_type(value: Any, schema: Schema, path: str) -> None:
-    named = schema.get("type")
-    if named is None:
+    allowed = schema.get("type")
+    if allowed is None:
         return
-    names = [named] if isinstance(named, str) else list(named)
+    names = [allowed] if isinstance(allowed, str) else list(allowed)
     for name in names:
         if isinstance(value, bool) and name in ("number", "integer"):
             continue
         if name == "integer" and isinstance(value, float) and not value.is_integer():
             continue
-        if isinstance(value, _PYTHON[name]):
+        if isinstance(value, _PYTHON_TYPES[name]):
             return
     names = [name for name in names if name != "null"]
-    raise _wrong(path, value, f"it must be {' or '.join(_a(name) for name in names)}", schema)
+    raise _invalid(path, value, f"it must be {' or '.join(_type_phrase(name) for name in names)}", schema)
 
 
 def _check_number(value: float, schema: Schema, path: str) -> None:
     low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
     above = schema.get("exclusiveMinimum", -math.inf)
     if not (low <= value <= high and value > above):
-        least = f"over {above:g}" if above > -math.inf else f"from {low}"
-        raise _wrong(path, value, f"it must be {least}" + (f" to {high}" if high < math.inf else " on"))
+        lower = f"over {above:g}" if above > -math.inf else f"from {low}"
+        raise _invalid(path, value, f"it must be {lower}" + (f" to {high}" if high < math.inf else " on"))
 
 
 def _check_list(value: list[Any], schema: Schema, path: str) -> None:
     if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", math.inf):
-        raise _wrong(path, f"{len(value)} entries", f"it must have {_range(schema, 'Items')}", schema)
+        raise _invalid(path, f"{len(value)} entries", f"it must have {_range(schema, 'Items')}", schema)
     if "items" in schema:
-        for place, each in enumerate(value):
-            check(each, schema["items"], f"{path}[{place}]")
+        for index, item in enumerate(value):
+            check(item, schema["items"], f"{path}[{index}]")
 
 
-def _wrong(path: str, value: Any, must: str, schema: Schema | None = None) -> RequestError:
+def _invalid(path: str, value: Any, must: str, schema: Schema | None = None) -> RequestError:
     if schema is not None and schema.get("x-unsupported"):
         return RequestError(
             f"{path} is not supported by this gateway; leave it out", reason="unsupported_parameter", param=path
@@ -139,7 +141,7 @@ def _range(schema: Schema, what: str) -> str:
     return f"{low} to {high}" if high else "none"
 
 
-def _a(name: str) -> str:
+def _type_phrase(name: str) -> str:
     return {"array": "a list", "integer": "a whole number", "object": "an object"}.get(name, f"a {name}")
 
 
@@ -148,4 +150,4 @@ def _join(path: str, name: str) -> str:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}..."

@@ -1,1 +1,1 @@
-"""HTTP connections: the server, its limits, who is let in, server-sent events."""
+"""HTTP connections: the server and its limits, the guard, server-sent events."""

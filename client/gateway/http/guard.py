@@ -1,4 +1,4 @@
-"""Who gets in: before any endpoint sees a request."""
+"""Middleware that checks keys and hosts before any endpoint sees a request."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from client.gateway.config import GatewayConfig, is_loopback
 from client.gateway.http.asgi import close_connection, respond
 from swarm.errors import RequestError
 
-_PRIVATE = ("/v1/", "/api/", "/metrics")
-# The page runs its own files and nothing else. What it shows comes from others' machines: with trusted types a browser
-# refuses every way from a text to markup.
+_PROTECTED = ("/v1/", "/api/", "/metrics")
+# The page may run only its own files. It shows texts from other machines: with trusted types, the browser refuses to
+# turn any text into markup.
 _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     b"frame-ancestors 'none'; base-uri 'none'; form-action 'none'; "
@@ -26,43 +26,43 @@ _HEADERS = [
     (b"content-security-policy", _POLICY),
 ]
 
-Counted = Callable[[str, int], None]
+OnResponse = Callable[[str, int], None]
 
 
 class Guard:
-    """Keys for what costs or tells something; the page and /health are open.
+    """Requires a key for the API, the swarm's state and /metrics; the page and /health are open.
 
-    A gateway on loopback without keys answers only to names of this machine: a page of another site could
-    otherwise reach it under a name that leads here. `counted` hears of each request's path and status.
+    A gateway on loopback without keys answers only to host names of this machine: a page of another site could
+    otherwise reach it by DNS rebinding. `on_response` is called with each request's path and status.
     """
 
-    def __init__(self, app: ASGIApp, config: GatewayConfig, counted: Counted) -> None:
+    def __init__(self, app: ASGIApp, config: GatewayConfig, on_response: OnResponse) -> None:
         self._app = app
         self._config = config
-        self._counted = counted
+        self._on_response = on_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
 
-        async def answer(message: Message) -> None:
+        async def guarded_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), *_HEADERS]
-                self._counted(scope["path"], message["status"])
+                self._on_response(scope["path"], message["status"])
             try:
                 async with asyncio.timeout(self._config.write_s):
                     await send(message)
             except TimeoutError:
-                await close_connection(scope)  # it takes nothing: whoever answers it learns that it is gone
+                await close_connection(scope)  # the endpoint then sees a disconnected caller
 
         try:
             self._check(scope)
         except RequestError as refused:
             error = api_error_of(refused)
-            await respond(answer, error.to_plain(), status=error.status, headers=error.headers)
+            await respond(guarded_send, error.to_plain(), status=error.status, headers=error.headers)
             return
-        await self._app(scope, receive, answer)
+        await self._app(scope, receive, guarded_send)
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
@@ -76,12 +76,12 @@ class Guard:
                     reason="wrong_host",
                 )
             return
-        if not scope["path"].startswith(_PRIVATE) or scope["method"] == "OPTIONS":
+        if not scope["path"].startswith(_PROTECTED) or scope["method"] == "OPTIONS":
             return
         scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         if scheme.casefold() != "bearer" or key.strip() not in keys:
-            told = "the API key is wrong" if key else "there is no API key: send authorization: Bearer KEY"
-            raise RequestError(told, status=401, reason="invalid_api_key")
+            problem = "the API key is wrong" if key else "there is no API key: send authorization: Bearer KEY"
+            raise RequestError(problem, status=401, reason="invalid_api_key")
 
 
 def _names_this_machine(host: str) -> bool:

@@ -1,4 +1,4 @@
-"""Taking connections: uvicorn with limits on what a caller may hold, and an end that is waited for."""
+"""The HTTP server: uvicorn with limits on what a caller may hold, and a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -22,43 +22,45 @@ from swarm.errors import ConfigError
 from swarm.transport.address import Address
 
 _BACKLOG = 512
-_UNREAD = 128 << 10  # bytes that the system keeps for a caller that does not read
-_AFTER_GRACE_S = 5
-_OTHER_FILES = 256  # of this process: the ways to peers, above all
+_SEND_BUFFER = 128 << 10  # bytes that the system buffers for a caller that does not read
+_EXTRA_GRACE_S = 5
+_RESERVED_FILES = 256  # descriptors for other files: connections to peers, above all
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def protocol_within(config: GatewayConfig, *, most: int | None = None) -> type[asyncio.Protocol]:
-    """uvicorn's protocol for HTTP, with an end for connections whose headers do not come or are too long, for those
-    that ask again before they were answered, and for those that do not take their answer; at most `most` at once."""
-    connections = config.max_connections if most is None else most
+def bounded_protocol(config: GatewayConfig, *, max_connections: int) -> type[asyncio.Protocol]:
+    """uvicorn's HTTP protocol with limits.
+
+    Closes connections beyond `max_connections`, those whose headers are late or too long, those that send the next
+    request before they got their answer, and those that do not read their answer.
+    """
     too_long = f"The headers are longer than {config.max_header} bytes."
 
-    class Bounded(HttpToolsProtocol):
-        _beside = 0  # bytes since the last ones of a body: headers, trailers, what is around chunks
-        _overdue: asyncio.TimerHandle | None = None  # runs while headers are awaited
-        _untaken: asyncio.TimerHandle | None = None  # runs while the end of an answer waits for its reader
+    class BoundedProtocol(HttpToolsProtocol):
+        _header_bytes = 0  # received since the last byte of a body: headers, trailers, chunk framing
+        _header_timer: asyncio.TimerHandle | None = None  # runs while headers are awaited
+        _drain_timer: asyncio.TimerHandle | None = None  # runs while the end of an answer is unsent
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            if len(self.connections) > connections:
+            if len(self.connections) > max_connections:
                 transport.abort()
                 return
-            self._await_head()
+            self._start_header_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._head_is_here()
-            self._await_no_reader()
+            self._stop_header_timer()
+            self._stop_drain_timer()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
-            self._beside += len(data)
+            self._header_bytes += len(data)
             super().data_received(data)
-            if self._beside > config.max_header:
+            if self._header_bytes > config.max_header:
                 self.send_400_response(too_long)
-            elif self._overdue is None and (self.cycle is None or self.cycle.response_complete):
-                # empty lines, or the rest of a body that nobody wants: uvicorn waits for more of it for ever
-                self._await_head()
+            elif self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
+                # Empty lines, or the rest of an unread body: uvicorn would wait for more of it for ever.
+                self._start_header_timer()
 
         def send_400_response(self, msg: str) -> None:
             if not self.transport.is_closing():
@@ -67,96 +69,98 @@ def protocol_within(config: GatewayConfig, *, most: int | None = None) -> type[a
         def on_message_begin(self) -> None:
             super().on_message_begin()
             cast(dict[str, Any], self.scope)[ABORT] = self.transport.abort
-            self._await_no_reader()
-            self._await_head()
+            self._stop_drain_timer()
+            self._start_header_timer()
 
         def on_header(self, name: bytes, value: bytes) -> None:
-            if self._overdue is not None:  # what comes after a body is no header of the request
+            if self._header_timer is not None:  # trailers after a body must not become headers
                 super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
-            self._head_is_here()
-            self._beside = 0
+            self._stop_header_timer()
+            self._header_bytes = 0
             if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > config.max_header:
                 self.send_400_response(too_long)
                 raise ValueError(too_long)  # the parser stops
             if self.cycle is not None and not self.cycle.response_complete:
-                # while a second request waits nothing is read, and a caller that goes away is not noticed
+                # While a second request waits, uvicorn reads nothing and would not notice a disconnect.
                 self.transport.abort()
                 return
             super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
-            self._beside = 0
+            self._header_bytes = 0
             super().on_body(body)
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            self._await_reader(sys.maxsize)
+            self._check_drain(sys.maxsize)
 
-        def _await_head(self) -> None:
-            self._head_is_here()
-            self._overdue = self.loop.call_later(config.header_s, self.transport.abort)
+        def _start_header_timer(self) -> None:
+            self._stop_header_timer()
+            self._header_timer = self.loop.call_later(config.header_s, self.transport.abort)
 
-        def _head_is_here(self) -> None:
-            if self._overdue is not None:
-                self._overdue.cancel()
-                self._overdue = None
+        def _stop_header_timer(self) -> None:
+            if self._header_timer is not None:
+                self._header_timer.cancel()
+                self._header_timer = None
 
-        def _await_reader(self, before: int) -> None:
-            """The answer is complete; whoever takes nothing of it for `write_s` is hung up on."""
-            left = self.transport.get_write_buffer_size()
-            if left >= before:
+        def _check_drain(self, unsent_before: int) -> None:
+            """Close the connection where the caller read nothing of a complete answer for `write_s`."""
+            unsent = self.transport.get_write_buffer_size()
+            if unsent >= unsent_before:
                 self.transport.abort()
-            elif left:
-                self._untaken = self.loop.call_later(config.write_s, self._await_reader, left)
+            elif unsent:
+                self._drain_timer = self.loop.call_later(config.write_s, self._check_drain, unsent)
 
-        def _await_no_reader(self) -> None:
-            if self._untaken is not None:
-                self._untaken.cancel()
-                self._untaken = None
+        def _stop_drain_timer(self) -> None:
+            if self._drain_timer is not None:
+                self._drain_timer.cancel()
+                self._drain_timer = None
 
-    return Bounded
+    return BoundedProtocol
 
 
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are taken in `run`: uvicorn would raise them again at its end, which was asked for."""
+        """Does nothing: `Shutdown` handles signals, and uvicorn would raise them again when it has stopped."""
         yield
 
 
-class Ending:
-    """`asked`: take no more requests, let running ones finish. `urgent`: end at once. Both may be set by hand."""
+class Shutdown:
+    """`requested`: accept no more requests, let running ones finish. `forced`: stop at once. Callers may set both."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.urgent = asyncio.Event()
+        self.requested = asyncio.Event()
+        self.forced = asyncio.Event()
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
-        """SIGINT or SIGTERM asks, a second one is urgent."""
+        """The first SIGINT or SIGTERM requests the shutdown, the second forces it."""
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self._signal)
+            loop.add_signal_handler(number, self._on_signal)
         try:
             yield
         finally:
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
 
-    def _signal(self) -> None:
-        (self.urgent if self.asked.is_set() else self.asked).set()
+    def _on_signal(self) -> None:
+        (self.forced if self.requested.is_set() else self.requested).set()
 
 
-async def run(app: ASGIApp, config: GatewayConfig, *, ending: Ending, listening: Callable[[Address], None]) -> None:
-    """Serve until the end is asked for; what runs then has `grace_s` to finish.
+async def run(
+    app: ASGIApp, config: GatewayConfig, *, shutdown: Shutdown, on_listening: Callable[[Address], None]
+) -> None:
+    """Serve until `shutdown` is requested; running requests then have `grace_s` to finish.
 
-    `listening` is told where. Raises ConfigError where that cannot be.
+    `on_listening` gets the address with its real port. Raises ConfigError where it cannot listen.
     """
-    place = bind(config.listen)
+    listener = bind(config.listen)
     settings: dict[str, Any] = {
-        "http": protocol_within(config, most=_room_for(config.max_connections)),
+        "http": bounded_protocol(config, max_connections=_max_connections(config.max_connections)),
         "ws": "none",
         "lifespan": "off",
         "log_config": None,
@@ -165,55 +169,55 @@ async def run(app: ASGIApp, config: GatewayConfig, *, ending: Ending, listening:
         "server_header": False,
         "proxy_headers": False,
         "timeout_keep_alive": int(config.keep_alive_s),
-        "timeout_graceful_shutdown": int(config.grace_s) + _AFTER_GRACE_S,  # `Gateway` ends what runs before that
+        # `Gateway` cancels running requests at `grace_s`; their error responses need a moment more.
+        "timeout_graceful_shutdown": int(config.grace_s) + _EXTRA_GRACE_S,
         "backlog": _BACKLOG,
     }
     server = _Server(uvicorn.Config(app, **settings))
 
-    async def end() -> None:
-        await ending.asked.wait()
+    async def stop() -> None:
+        await shutdown.requested.wait()
         server.should_exit = True
-        await ending.urgent.wait()
+        await shutdown.forced.wait()
         server.force_exit = True
 
-    ender = asyncio.create_task(end())
+    stopping = asyncio.create_task(stop())
     try:
-        listening(Address(config.listen.host, place.getsockname()[1]))
-        await server.serve(sockets=[place])
+        on_listening(Address(config.listen.host, listener.getsockname()[1]))
+        await server.serve(sockets=[listener])
     finally:
-        ender.cancel()
-        place.close()
+        stopping.cancel()
+        listener.close()
 
 
-def _room_for(connections: int) -> int:
-    """How many of them the system lets this process hold beside what it needs itself: each takes a file descriptor,
-    and services get 1,024 where nobody asks for more."""
+def _max_connections(wanted: int) -> int:
+    """The connections that the limit of open files allows, after raising it: services get 1,024 files by default."""
     if sys.platform == "win32":
-        return connections
+        return wanted
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + _OTHER_FILES
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return connections
+    files = wanted + _RESERVED_FILES
+    if soft == resource.RLIM_INFINITY or soft >= files:
+        return wanted
     if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return max(wanted - _OTHER_FILES, wanted // 2)
+        files = min(files, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    return max(files - _RESERVED_FILES, files // 2)
 
 
 def bind(listen: Address) -> socket.socket:
-    """A socket that listens there. Raises ConfigError where that cannot be."""
+    """Open a listening socket. Raises ConfigError where that fails."""
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
-    place = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        place.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD)  # each connection inherits it
-        place.bind((listen.host, listen.port))
-        place.listen(_BACKLOG)  # who comes from now on waits a moment
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # each connection inherits it
+        listener.bind((listen.host, listen.port))
+        listener.listen(_BACKLOG)  # from now on callers can connect, before uvicorn accepts them
     except OSError as error:
-        place.close()
+        listener.close()
         hint = "; choose another with --listen HOST:PORT" if error.errno == errno.EADDRINUSE else ""
         reason = os.strerror(error.errno) if isinstance(error.errno, int) and error.errno > 0 else str(error)
         raise ConfigError(f"the gateway cannot listen at {listen.place}: {reason}{hint}") from error
-    return place
+    return listener

@@ -1,4 +1,4 @@
-"""One stream of server-sent events to one caller, over ASGI."""
+"""Server-sent events over ASGI: one stream to one caller, cancelled when the caller disconnects."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ T = TypeVar("T")
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect the pieces otherwise
+    (b"x-accel-buffering", b"no"),  # nginx would buffer the events otherwise
 ]
-_BACK_S = 5.0  # another gateway, or this one started anew
+_RETRY_S = 5.0
 _COMMENT = b": still here\n\n"
 
 
-class Vanished(Exception):  # no error of anybody: it ends a request
-    """The caller is gone."""
+class CallerDisconnected(Exception):
+    """The caller closed its connection. Not an error: it only ends the request."""
 
 
 class EventStream:
-    """The response begins with the first event, so that what fails before can still be told by its status.
+    """One response of events. The status is sent with the first event, so that earlier failures can still set it.
 
     Safe for several writers at once.
     """
@@ -38,7 +38,7 @@ class EventStream:
         self._wrote = False
 
     async def write(self, event: bytes) -> None:
-        """Waits while the caller is slow; how long, is the guard's affair."""
+        """Send one event. Waits while the caller reads slowly; the guard limits how long."""
         async with self._lock:
             self._wrote = True
             if not self.started:
@@ -51,17 +51,17 @@ class EventStream:
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     @contextlib.asynccontextmanager
-    async def kept_alive(self, every_s: float) -> AsyncIterator[None]:
-        """Say something now and then where nothing happens: proxies and callers give up silent connections."""
-        beating = asyncio.create_task(self._beat(every_s))
+    async def heartbeat(self, every_s: float) -> AsyncIterator[None]:
+        """Send a comment after `every_s` seconds without an event: proxies and callers close silent connections."""
+        task = asyncio.create_task(self._send_heartbeats(every_s))
         try:
             yield
         finally:
-            beating.cancel()
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await beating
+                await task
 
-    async def _beat(self, every_s: float) -> None:
+    async def _send_heartbeats(self, every_s: float) -> None:
         while True:
             self._wrote = False
             await asyncio.sleep(every_s)
@@ -69,32 +69,33 @@ class EventStream:
                 await self.write(_COMMENT)
 
 
-async def unless_vanished(receive: Receive, work: Coroutine[Any, Any, T], *, among: set[asyncio.Task[Any]]) -> T:
-    """The result of `work`, which is cancelled when the caller closes its connection. Raises Vanished then.
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T], *, tasks: set[asyncio.Task[Any]]) -> T:
+    """Run `work` and return its result; cancel it when the caller disconnects, and raise CallerDisconnected.
 
-    Meanwhile its task is `among` those that the gateway may cancel at its end. Raises RequestError (503) then.
+    The task of `work` is in `tasks` while it runs. Raises RequestError (503) where it is cancelled from there, which
+    happens at shutdown.
     """
     working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_gone(receive))
-    among.add(working)
+    disconnect = asyncio.create_task(_wait_for_disconnect(receive))
+    tasks.add(working)
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Vanished
+            raise CallerDisconnected
         if working.cancelled():
             raise RequestError(
-                "the gateway is ending; ask again a little later", status=503, reason="ending", retry_after=_BACK_S
+                "the gateway is stopping; try again a little later", status=503, reason="ending", retry_after=_RETRY_S
             )
         return working.result()
     finally:
-        among.discard(working)
-        for task in (working, leaving):
+        tasks.discard(working)
+        for task in (working, disconnect):
             task.cancel()
-        # its sessions are given back before this returns
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        # Awaited: the sessions of `work` are closed before this returns.
+        await asyncio.gather(working, disconnect, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     message: Mapping[str, Any] = {"type": "http.request"}
     while message["type"] != "http.disconnect":
         message = await receive()

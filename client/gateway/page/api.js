@@ -1,4 +1,4 @@
-// Asking the gateway. A key that it wants is kept for this tab only.
+// Requests to the gateway. The API key is kept for this tab only.
 
 const KEY = "swarm.key";
 let key = "";
@@ -16,11 +16,11 @@ export function setKey(text) {
     if (key) sessionStorage.setItem(KEY, key);
     else sessionStorage.removeItem(KEY);
   } catch {
-    // as above
+    // storage may be forbidden
   }
 }
 
-/** What the gateway refused or could not do. `status` is 0 where it was not reached. */
+/** An error of the gateway. `status` is 0 where the gateway was not reached. */
 export class ApiError extends Error {
   constructor(message, { status = 0, code = "", retryAfter = null } = {}) {
     super(message);
@@ -28,8 +28,8 @@ export class ApiError extends Error {
   }
 }
 
-/** An answer whose status is fine. Throws ApiError, and AbortError when `signal` says so. */
-async function ask(path, { body, signal } = {}) {
+/** A response with a good status. Throws ApiError, and AbortError when `signal` aborts. */
+async function send(path, { body, signal } = {}) {
   const headers = key ? { authorization: `Bearer ${key}` } : {};
   if (body) headers["content-type"] = "application/json";
   const options = { method: body ? "POST" : "GET", headers, signal, cache: "no-store" };
@@ -42,10 +42,10 @@ async function ask(path, { body, signal } = {}) {
     throw new ApiError("The gateway does not answer. Is it still running?");
   }
   if (response.ok) return response;
-  throw await refusal(response);
+  throw await errorFrom(response);
 }
 
-async function refusal(response) {
+async function errorFrom(response) {
   const retryAfter = Number(response.headers.get("retry-after")) || null;
   const { status } = response;
   try {
@@ -57,12 +57,12 @@ async function refusal(response) {
 }
 
 export async function getJson(path, options) {
-  return (await ask(path, options)).json();
+  return (await send(path, options)).json();
 }
 
 /** The `data` of each event of a stream, until it ends. */
 export async function* events(path, options) {
-  const response = await ask(path, options);
+  const response = await send(path, options);
   const parser = new EventParser();
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   try {
@@ -79,7 +79,7 @@ export async function* events(path, options) {
   }
 }
 
-/** Server-sent events, fed with any pieces of their text. An unfinished event is never given out. */
+/** Parses server-sent events from pieces of text. Returns complete events only. */
 export class EventParser {
   #rest = "";
   #data = [];

@@ -1,11 +1,11 @@
-// The conversation: from what is typed to what is streamed.
+// The conversation: input, requests, streamed answers.
 
 import { Answer } from "./answer.js";
 import { ApiError, events } from "./api.js";
-import { byId, make, say } from "./dom.js";
+import { announce, byId, make } from "./dom.js";
 
 const EXAMPLES = ["Name three things that bees do.", "What is the capital of France?", "Explain a heat pump to a child."];
-const NEAR_END = 60; // pixels: who has scrolled further up is reading, and is left there
+const NEAR_END = 60; // pixels: a reader who has scrolled further up is not scrolled down
 
 export class Chat {
   #log = byId("log");
@@ -15,16 +15,16 @@ export class Chat {
   #turns = [];
   #running = null;
 
-  /** `wantKey` is called where the gateway asks for a key; it resolves when there is one. */
-  constructor(settings, wantKey) {
+  /** `requestKey` asks the user for an API key; it resolves to whether there is one. */
+  constructor(settings, requestKey) {
     this.settings = settings;
-    this.wantKey = wantKey;
+    this.requestKey = requestKey;
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       if (this.#running) this.stop();
       else this.#sendTyped();
     });
-    this.#question.addEventListener("input", () => this.#fit());
+    this.#question.addEventListener("input", () => this.#resizeInput());
     this.#question.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
@@ -45,9 +45,9 @@ export class Chat {
 
   #sendTyped() {
     const text = this.#question.value.trim();
-    if (text && this.settings.check()) {
+    if (text && this.settings.validate()) {
       this.#question.value = "";
-      this.#fit();
+      this.#resizeInput();
       this.#ask(text);
     }
   }
@@ -63,7 +63,7 @@ export class Chat {
   #ask(question) {
     this.#empty.remove();
     byId("new-chat").disabled = false;
-    this.#log.append(make("article", { class: "turn question", "aria-label": "You" }, make("div", { class: "said" }, question)));
+    this.#log.append(make("article", { class: "turn question", "aria-label": "You" }, make("div", { class: "message" }, question)));
     const turn = { question, answer: null };
     this.#turns.push(turn);
     this.#answer(turn);
@@ -76,19 +76,19 @@ export class Chat {
     const answer = new Answer(request, () => this.#retry(turn, answer));
     this.#log.append(answer.element);
     this.#log.scrollTop = this.#log.scrollHeight;
-    const running = this.#begin();
+    const running = this.#start();
     turn.answer = answer;
     try {
       await this.#stream(request, answer, running.signal);
-      say("The answer is complete.");
+      announce("The answer is complete.");
     } catch (error) {
       if (running.signal.aborted) {
-        answer.stopped();
-        say("Stopped.");
+        answer.showStopped();
+        announce("Stopped.");
       } else {
-        // anything but a refusal is a bug of this page: shown all the same
-        answer.fail(error instanceof ApiError ? error : new ApiError(`This page failed: ${error.message}`));
-        if (error.status === 401) this.wantKey().then((given) => given && answer.again());
+        // Any other error is a bug of this page; it is shown too.
+        answer.showError(error instanceof ApiError ? error : new ApiError(`This page failed: ${error.message}`));
+        if (error.status === 401) this.requestKey().then((hasKey) => hasKey && answer.retry());
       }
     } finally {
       if (this.#running === running) this.#end();
@@ -110,22 +110,22 @@ export class Chat {
       for (const { delta, finish_reason } of chunk.choices) {
         reason = finish_reason ?? reason;
         if (!delta.content) continue;
-        const following = this.#isAtEnd();
+        const atEnd = this.#isAtEnd();
         answer.add(delta.content);
-        if (following) this.#log.scrollTop = this.#log.scrollHeight;
+        if (atEnd) this.#log.scrollTop = this.#log.scrollHeight;
       }
     }
     throw new ApiError("The answer ended before it was complete.");
   }
 
   #retry(turn, answer) {
-    if (this.#running || !this.settings.check()) return;
+    if (this.#running || !this.settings.validate()) return;
     answer.element.remove();
     this.#question.focus();
     this.#answer(turn);
   }
 
-  /** What was said up to this turn; turns that got no answer are left out. */
+  /** The messages up to this turn, without turns that got no answer. */
   #messages(turn) {
     const before = this.#turns.slice(0, this.#turns.indexOf(turn)).filter(({ answer }) => answer?.text);
     return [
@@ -137,11 +137,11 @@ export class Chat {
     ];
   }
 
-  #begin() {
+  #start() {
     this.#running = new AbortController();
     this.#send.textContent = "Stop";
     this.#send.classList.add("stop");
-    say("Answering.");
+    announce("Answering.");
     return this.#running;
   }
 
@@ -155,13 +155,13 @@ export class Chat {
     return this.#log.scrollHeight - this.#log.scrollTop - this.#log.clientHeight < NEAR_END;
   }
 
-  /** The facts below an answer come after its last piece. */
+  /** Scroll to the stats and actions, which are added below a finished answer. */
   #keepInView() {
     const { scrollHeight, scrollTop, clientHeight } = this.#log;
     if (scrollHeight - scrollTop - clientHeight < 4 * NEAR_END) this.#log.scrollTop = scrollHeight;
   }
 
-  #fit() {
+  #resizeInput() {
     this.#question.style.height = "auto";
     this.#question.style.height = `${Math.min(this.#question.scrollHeight, 200)}px`;
   }

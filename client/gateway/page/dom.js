@@ -1,5 +1,5 @@
-// The only place where elements are made. Children are texts or elements, never markup: names of peers, errors and
-// answers come from others' machines.
+// The only file that makes elements. Children are texts or elements, never markup: names of peers, errors and answers
+// come from other machines.
 
 /** The element with this id. */
 export const byId = (id) => document.getElementById(id);
@@ -9,7 +9,7 @@ export function make(tag, properties = {}, ...children) {
   return fill(document.createElement(tag), properties, children);
 }
 
-/** The same in a drawing. */
+/** An SVG element. */
 export function draw(tag, properties = {}, ...children) {
   return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), properties, children);
 }
@@ -23,15 +23,15 @@ function fill(element, { on = {}, ...attributes }, children) {
   return element;
 }
 
-/** Change a text only where it differs: nothing is selected away or read out again. */
+/** Set a text only where it differs: setting it would drop the selection and make screen readers repeat it. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Have a screen reader say it. */
-export const say = (text) => setText(byId("status"), text);
+/** Make screen readers read a text. */
+export const announce = (text) => setText(byId("status"), text);
 
-/** To the clipboard, or to a field to copy from where the browser forbids that. */
+/** Copy to the clipboard; where the browser forbids that, show the text in a dialog. */
 export async function copy(text, button) {
   try {
     await navigator.clipboard.writeText(text);
@@ -41,8 +41,8 @@ export async function copy(text, button) {
     byId("copy-text").select();
     return;
   }
-  const name = (button.dataset.name ??= button.textContent); // pressed twice, it must not stay at "Copied"
+  const name = (button.dataset.name ??= button.textContent); // kept, so that a second press does not save "Copied" as the name
   button.textContent = "Copied";
-  say("Copied");
+  announce("Copied");
   setTimeout(() => (button.textContent = name), 1500);
 }

@@ -1,44 +1,44 @@
-// What became of each peer, from one state of the swarm to the next. No element is touched here.
+// The history of each peer, from one state of the swarm to the next. Without access to the document.
 
-const KEPT_S = 120;
+const GONE_SHOWN_S = 120;
 
-/** `now` is the browser's clock in seconds; the gateway's may differ. */
-export class Followed {
-  /** peer id -> {peer, condition, since, told}; a peer that is gone stays for a while. */
+/** The peers of one model. `now` is the browser's clock in seconds; the gateway's may differ. */
+export class PeerHistory {
+  /** peer id -> {peer, condition, since}; a peer that is gone stays for `GONE_SHOWN_S`. */
   peers = new Map();
   missing = null;
 
-  /** Take in what /api/swarm says of one model. Returns what happened, as texts. */
-  take(model, now) {
+  /** Compare with a model of /api/swarm. Returns the changes as texts. */
+  update(model, now) {
     const first = this.missing === null;
-    const happened = [];
+    const changes = [];
     const present = new Set();
     for (const peer of model.peers) {
       present.add(peer.peer_id);
       const before = this.peers.get(peer.peer_id);
       const condition = conditionOf(peer);
       const change = first ? "" : changeOf(before, peer, condition);
-      if (change) happened.push(`${nameOf(peer)} ${change}`);
+      if (change) changes.push(`${nameOf(peer)} ${change}`);
       const since = before?.condition === condition ? before.since : now;
       this.peers.set(peer.peer_id, { peer, condition, since });
     }
     for (const [id, known] of this.peers) {
       if (present.has(id)) continue;
       if (known.condition !== "gone") {
-        if (known.condition !== "lost") happened.push(`${nameOf(known.peer)} is gone`);
+        if (known.condition !== "lost") changes.push(`${nameOf(known.peer)} is gone`);
         this.peers.set(id, { ...known, condition: "gone", since: known.condition === "lost" ? known.since : now });
-      } else if (now - known.since > KEPT_S) this.peers.delete(id);
+      } else if (now - known.since > GONE_SHOWN_S) this.peers.delete(id);
     }
     const missing = model.missing.join(", ");
     if (!first && missing !== this.missing) {
-      happened.push(missing ? `${model.id}: nobody serves the layers ${missing}` : `${model.id}: all layers are served again`);
-    } else if (first && missing) happened.push(`${model.id}: nobody serves the layers ${missing}`);
+      changes.push(missing ? `${model.id}: nobody serves the layers ${missing}` : `${model.id}: all layers are served again`);
+    } else if (first && missing) changes.push(`${model.id}: nobody serves the layers ${missing}`);
     this.missing = missing;
-    return happened;
+    return changes;
   }
 
-  /** By the first layer; a peer that is gone keeps its place. */
-  get inOrder() {
+  /** All peers by their first layer. */
+  get sorted() {
     const first = ({ peer }) => Number(peer.span.split(":")[0]);
     return [...this.peers.values()].sort((a, b) => first(a) - first(b) || (a.peer.name + a.peer.peer_id < b.peer.name + b.peer.peer_id ? -1 : 1));
   }
@@ -59,13 +59,13 @@ function changeOf(before, peer, condition) {
     if (condition === "unusable") return `cannot be used: ${peer.left_out}`;
     return `serves ${peer.span} again`;
   }
-  if (before.peer.incarnation !== peer.incarnation) return "was started anew";
+  if (before.peer.incarnation !== peer.incarnation) return "was restarted";
   return before.peer.span === peer.span ? "" : `now serves ${peer.span}`;
 }
 
 export const nameOf = (peer) => peer.name || peer.peer_id.slice(0, 8);
 
-/** Sessions that go the same way, as one: [{hops, answers, tokens}]. */
+/** Sessions grouped by route: [{hops, answers, tokens}]. */
 export function routesInUse(model) {
   const routes = new Map();
   for (const { hops, tokens } of model.routes_in_use) {

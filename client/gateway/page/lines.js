@@ -1,32 +1,33 @@
-// Routes as lines over the peers' lanes. Geometry only.
+// Draws routes as lines over the peers' lanes. Geometry only.
 
 import { span } from "./words.js";
 
 const BEND = 7;
 
-/** An SVG path. `lanes`: peer id -> {left, width, middle} in pixels; a hop without a lane interrupts the line. */
-export function line(hops, lanes, layers, aside = 0) {
+/** An SVG path, shifted by `offset`. `lanes`: peer id -> {left, width, middle}, all in pixels. A hop without a lane
+    interrupts the line. */
+export function line(hops, lanes, layers, offset) {
   const parts = [];
-  let at = null;
+  let end = null;
   for (const hop of hops) {
     const lane = lanes.get(hop.peer_id);
     if (!lane) {
-      at = null;
+      end = null;
       continue;
     }
     const [first, last] = span(hop.span);
-    const x0 = lane.left + (first / layers) * lane.width + aside;
-    const x1 = lane.left + (last / layers) * lane.width + aside;
-    const y = lane.middle + aside;
-    parts.push(at ? step(at, x0, y) : `M${x0 + BEND} ${y}`);
+    const x0 = lane.left + (first / layers) * lane.width + offset;
+    const x1 = lane.left + (last / layers) * lane.width + offset;
+    const y = lane.middle + offset;
+    parts.push(end ? corners(end, x0, y) : `M${x0 + BEND} ${y}`);
     parts.push(`H${x1 - BEND}`);
-    at = { x: x1, y };
+    end = { x: x1, y };
   }
   return parts.map((part) => part.replace(/-?\d+\.\d+/g, (number) => Number(number).toFixed(1))).join("");
 }
 
-/** Round the corner, down or up to the next lane, round the corner. */
-function step({ x, y }, x1, y1) {
+/** From the end of one lane to the start of another, with two rounded corners. */
+function corners({ x, y }, x1, y1) {
   const bend = y1 > y ? BEND : -BEND;
   return `Q${x} ${y} ${x} ${y + bend}V${y1 - bend}Q${x1} ${y1} ${x1 + BEND} ${y1}`;
 }

@@ -1,4 +1,4 @@
-// Which view is shown, whether the gateway wants a key, and the stream of the swarm's state.
+// Views, the API key, and the stream of the swarm's state.
 
 import { ApiError, events, getJson, hasKey, setKey } from "./api.js";
 import { Chat } from "./chat.js";
@@ -8,11 +8,11 @@ import { Settings } from "./settings.js";
 import { SwarmView } from "./swarm.js";
 import { clock, count } from "./words.js";
 
-const AGAIN_MS = 2000;
+const RETRY_MS = 2000;
 const views = { chat: "Chat", swarm: "Swarm" };
 const settings = new Settings();
 const swarm = new SwarmView();
-// found now: an answer may have taken its place before there is something to say
+// looked up now: the first question removes it from the document
 const emptyRoute = byId("empty-route");
 let watching = null;
 
@@ -24,19 +24,19 @@ function navigate() {
     else byId(`to-${name}`).removeAttribute("aria-current");
   }
   document.title = `${views[chosen]} · swarm`;
-  watchOrRest();
+  updateWatching();
 }
 
 // -- the key
 
 /** Resolves to whether a key was given. */
-function wantKey() {
+function requestKey() {
   const dialog = byId("key-dialog");
   byId("key-button").hidden = false;
-  const told = hasKey() ? "The gateway does not take this key." : "This gateway asks for a key.";
-  setText(byId("key-told"), `${told} It stays in this tab and is forgotten with it.`);
+  const problem = hasKey() ? "The gateway does not accept this key." : "This gateway asks for a key.";
+  setText(byId("key-message"), `${problem} It is kept in this tab only.`);
   byId("key-forget").hidden = !hasKey();
-  dialog.returnValue = ""; // Esc leaves there what it was the last time
+  dialog.returnValue = ""; // Esc does not reset it
   if (!dialog.open) dialog.showModal();
   return new Promise((resolve) => {
     dialog.addEventListener("close", () => resolve(dialog.returnValue === "given"), { once: true });
@@ -47,7 +47,7 @@ byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   setKey(byId("key").value);
   byId("key-dialog").close("given");
-  begin();
+  loadModels();
 });
 byId("key-forget").addEventListener("click", () => {
   setKey("");
@@ -55,39 +55,39 @@ byId("key-forget").addEventListener("click", () => {
   byId("key-dialog").close("");
 });
 byId("key-button").addEventListener("click", () => {
-  setText(byId("key-told"), "The key stays in this tab and is forgotten with it.");
+  setText(byId("key-message"), "The key is kept in this tab only.");
   byId("key-forget").hidden = !hasKey();
   byId("key-dialog").showModal();
 });
 byId("copy-close").addEventListener("click", () => byId("copy-dialog").close());
 
-// -- what there is to talk to
+// -- the models
 
-async function begin() {
+async function loadModels() {
   byId("key-button").hidden = !hasKey();
   try {
-    settings.offer((await getJson("/v1/models")).data.map((model) => model.id));
-    if (!byId("chat").hidden) describe(await getJson("/api/swarm"));
+    settings.setModels((await getJson("/v1/models")).data.map((model) => model.id));
+    if (!byId("chat").hidden) showRoute(await getJson("/api/swarm"));
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     setText(emptyRoute, error.status === 401 ? "This gateway asks for a key." : error.message);
-    if (error.status === 401) wantKey();
+    if (error.status === 401) requestKey();
   }
-  watchOrRest();
+  updateWatching();
 }
 
-function describe({ models }) {
+function showRoute({ models }) {
   const model = models.find(({ id }) => id === settings.model);
   if (!model) return;
-  const told = model.route
+  const text = model.route
     ? `${model.id}: ${model.model.layers} layers on ${count(model.route.hops.length, "machine")}, ${model.route.hops.map(nameOf).join(" → ")}`
     : `${model.id} cannot answer now: ${model.problem}`;
-  setText(emptyRoute, told);
+  setText(emptyRoute, text);
 }
 
-// -- the swarm, live while it is looked at
+// -- the swarm, streamed while its view is visible
 
-function watchOrRest() {
+function updateWatching() {
   const wanted = !byId("swarm").hidden && document.visibilityState === "visible";
   if (wanted && !watching) {
     watching = new AbortController();
@@ -104,33 +104,33 @@ async function watch(signal) {
       for await (const data of events("/api/swarm/events", { signal })) {
         const state = JSON.parse(data);
         swarm.show(state);
-        settings.offer(state.models.map((model) => model.id));
-        live(true, "Live");
+        settings.setModels(state.models.map((model) => model.id));
+        showConnection(true, "Live");
       }
-      live(false, "The gateway ended the connection; asking again");
+      showConnection(false, "The gateway ended the connection; reconnecting");
     } catch (error) {
       if (signal.aborted) return;
       if (!(error instanceof ApiError)) throw error;
-      live(false, error.message);
+      showConnection(false, error.message);
       if (error.status === 401) {
         watching = null;
-        wantKey();
+        requestKey();
         return;
       }
     }
-    await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
   }
 }
 
-function live(isLive, text) {
+function showConnection(isLive, text) {
   byId("live-dot").classList.toggle("on", isLive);
   setText(byId("live"), text);
-  // beside the text, which is read out: this changes with every state
+  // Apart from the text, which screen readers read: the time changes with every state.
   if (isLive) setText(byId("live-at"), clock(new Date()));
 }
 
-new Chat(settings, wantKey);
+new Chat(settings, requestKey);
 addEventListener("hashchange", navigate);
-document.addEventListener("visibilitychange", watchOrRest);
+document.addEventListener("visibilitychange", updateWatching);
 navigate();
-begin();
+loadModels();

@@ -1,4 +1,4 @@
-// How answers are to be made. An empty field leaves the choice to the gateway.
+// Settings of generation. An empty field leaves the choice to the gateway.
 
 import { byId, make } from "./dom.js";
 
@@ -13,7 +13,7 @@ const FIELDS = [
   { name: "presence_penalty", label: "Presence penalty", kind: "number", min: -2, max: 2, step: "any" },
   { name: "frequency_penalty", label: "Frequency penalty", kind: "number", min: -2, max: 2, step: "any" },
   { name: "seed", label: "Seed", kind: "number", step: 1 },
-  { name: "stop", label: "Stop at", kind: "text", hint: "One text a line" },
+  { name: "stop", label: "Stop at", kind: "text", hint: "One text per line" },
 ];
 
 export class Settings {
@@ -27,7 +27,7 @@ export class Settings {
         make("button", { type: "button", class: "quiet", id: "settings-close", on: { click: () => this.#show(false) } }, "Close")),
       make("label", { class: "row wide" }, make("span", {}, "Model"), this.#model),
       ...FIELDS.map(field),
-      make("p", { class: "muted" }, "Empty: what the gateway takes."),
+      make("p", { class: "muted" }, "Empty: the gateway's default."),
       make("button", { type: "button", class: "quiet", id: "settings-reset", on: { click: () => this.#reset() } }, "Reset"),
     );
     this.#load();
@@ -41,31 +41,31 @@ export class Settings {
     return this.#model.value;
   }
 
-  /** What /v1/models lists; the chosen one stays chosen. */
-  offer(names) {
+  /** Offer the models that /v1/models lists; keeps the selection. */
+  setModels(names) {
     if (names.join("\n") === [...this.#model.options].map((option) => option.value).join("\n")) return;
     const chosen = this.#model.value || this.#stored().model;
     this.#model.replaceChildren(...names.map((name) => make("option", { value: name }, name)));
     if (names.includes(chosen)) this.#model.value = chosen;
   }
 
-  /** Is every field fine? If not it is shown, with what is wrong. */
-  check() {
+  /** Whether every field is valid. Shows the first invalid one. */
+  validate() {
     if (this.#form.checkValidity()) return true;
     this.#show(true);
     this.#form.reportValidity();
     return false;
   }
 
-  /** The body of a request for the next answer to `turns`, as /v1/chat/completions takes it. */
+  /** The body of a request to /v1/chat/completions that continues `turns`. */
   request(turns) {
-    const given = new Map(FIELDS.map(({ name }) => [name, this.#form.elements[name].value]).filter(([, value]) => value.trim()));
-    const system = given.get("system");
+    const values = new Map(FIELDS.map(({ name }) => [name, this.#form.elements[name].value]).filter(([, value]) => value.trim()));
+    const system = values.get("system");
     const body = { model: this.model, messages: system ? [{ role: "system", content: system }, ...turns] : turns };
     for (const { name, kind } of FIELDS) {
-      if (kind === "number" && given.has(name)) body[name] = Number(given.get(name));
+      if (kind === "number" && values.has(name)) body[name] = Number(values.get(name));
     }
-    if (given.has("stop")) body.stop = given.get("stop").split("\n").filter(Boolean);
+    if (values.has("stop")) body.stop = values.get("stop").split("\n").filter(Boolean);
     return body;
   }
 
@@ -85,7 +85,7 @@ export class Settings {
     try {
       return Object(JSON.parse(localStorage.getItem(STORE) ?? "{}"));
     } catch {
-      return {}; // forbidden, or somebody else's
+      return {}; // storage is forbidden, or holds something else
     }
   }
 
@@ -99,7 +99,7 @@ export class Settings {
     try {
       localStorage.setItem(STORE, JSON.stringify(Object.fromEntries(values)));
     } catch {
-      // they last as long as the page
+      // storage may be forbidden: the settings then last as long as the page
     }
   }
 }

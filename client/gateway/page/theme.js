@@ -1,4 +1,4 @@
-// Runs before anything is shown, so that a chosen theme does not flash. "auto" follows the system.
+// Runs before the page is drawn: the wrong theme must not flash. "auto" follows the system.
 (() => {
   const THEMES = ["auto", "light", "dark"];
   let theme = "auto";
@@ -27,7 +27,7 @@
       try {
         localStorage.setItem("swarm.theme", theme);
       } catch {
-        // as above
+        // storage may be forbidden
       }
     });
   });

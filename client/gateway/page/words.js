@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Formats numbers for people.
 
 export const count = (n, one, many = `${one}s`) => `${n} ${n === 1 ? one : many}`;
 
@@ -17,7 +17,7 @@ export function milliseconds(seconds) {
 }
 
 /** 248,000 is "248k". */
-export function many(n) {
+export function compact(n) {
   if (n < 10_000) return String(n);
   return n < 10_000_000 ? `${Math.round(n / 1e3)}k` : `${Math.round(n / 1e6)}M`;
 }

@@ -1,4 +1,4 @@
-"""What the gateway's tests share: real peers, started once."""
+"""Real peers that the gateway's tests share, started once."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from tests.cases.town import Town, town_in
 
 @pytest.fixture(scope="package")
 def gateway_town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    """Empty at first. Each file brings those home whom it needs (`real_gateway.all_at_home`)."""
+    """A swarm without peers at first. Each test file starts the peers that it needs (`real_gateway.start_peers`)."""
     with town_in(tmp_path_factory.mktemp("gateway")) as town:
         yield town

@@ -1,4 +1,4 @@
-"""A real gateway in a process of its own before real peers, which the tests of both gateways' files share."""
+"""A real gateway in its own process, over real peers that several test files share."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.cases.town import House, Town
 from tests.harness import ROOT
 
 HOSTILE = "<img src=x onerror=alert(1)>"
-FRONT, BACK = "0:22", "22:30"  # the back is what is lost and started again, and is short for that
+FRONT, BACK = "0:22", "22:30"  # the tests kill and restart the back, so it is short
 _OPTIONS = ("--kv-tokens", "16384", "--metrics", "127.0.0.1:0")
 
 
-def all_at_home(town: Town, package: Path) -> list[str]:
-    """Two peers and a spare for the back are there, one of which has a name that no page should take for markup.
+def start_peers(town: Town, package: Path) -> list[str]:
+    """Start two peers and a spare for the back, whose name is HTML markup. Returns the peers' names.
 
-    Their names. Those that a file before has killed are started again.
+    Peers that an earlier test file has killed are started again.
     """
     spans = {"anna": FRONT, "ben": BACK, HOSTILE: BACK}
     town.populate(*(House(name, span, package, _OPTIONS) for name, span in spans.items()))
@@ -38,20 +38,10 @@ class RealGateway:
 
 @contextlib.contextmanager
 def real_gateway(initial_peer: str) -> Iterator[RealGateway]:
-    """`swarm serve --all`, greedy for callers that do not say."""
-    words = [
-        "serve",
-        "--all",
-        "--listen",
-        "127.0.0.1:0",
-        "--initial-peer",
-        initial_peer,
-        "--json",
-        "--temperature",
-        "0",
-    ]
+    """Run `swarm serve --all`, with greedy sampling as the default."""
+    options = ["--all", "--listen", "127.0.0.1:0", "--initial-peer", initial_peer, "--json", "--temperature", "0"]
     process = subprocess.Popen(
-        [*module_command("swarm.app.parent_watch"), str(os.getpid()), *words],
+        [*module_command("swarm.app.parent_watch"), str(os.getpid()), "serve", *options],
         cwd=ROOT,
         env=module_environment(),
         stdout=subprocess.PIPE,
@@ -59,8 +49,8 @@ def real_gateway(initial_peer: str) -> Iterator[RealGateway]:
     )
     try:
         assert process.stdout is not None
-        said = json.loads(process.stdout.readline())
-        yield RealGateway(process, said["url"], said["models"][0])
+        event = json.loads(process.stdout.readline())
+        yield RealGateway(process, event["url"], event["models"][0])
     finally:
         process.kill()
         process.communicate()

@@ -1,4 +1,4 @@
-"""Places and the queue for them."""
+"""Admission: slots and the queue for them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(work)
 
 
-def test_who_came_first_is_served_first_and_nobody_overtakes() -> None:
+def test_requests_are_admitted_in_order() -> None:
     async def main() -> None:
-        admission, order = Admission(limit=2, waiting=9), list[int]()
+        admission, order = Admission(limit=2, max_waiting=9), list[int]()
 
         async def ask(number: int, count: int) -> None:
-            async with admission.places(count):
+            async with admission.slots(count):
                 order.append(number)
                 await asyncio.sleep(0)
 
@@ -38,34 +38,34 @@ def test_who_came_first_is_served_first_and_nobody_overtakes() -> None:
     run(main())
 
 
-def test_more_than_may_wait_are_told_when_to_come_back() -> None:
+def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
     async def main() -> None:
-        admission = Admission(limit=1, waiting=1)
-        async with admission.places(1):
+        admission = Admission(limit=1, max_waiting=1)
+        async with admission.slots(1):
             waiting = asyncio.create_task(_hold(admission, 1))
             await asyncio.sleep(0)
             with pytest.raises(RequestError) as caught:
-                async with admission.places(1):
+                async with admission.slots(1):
                     pass
             assert (caught.value.status, caught.value.retry_after >= 1) == (429, True)
             with pytest.raises(RequestError, match="at most 1"):
-                async with admission.places(2):
+                async with admission.slots(2):
                     pass
         await waiting
 
     run(main())
 
 
-def test_slow_answers_make_for_a_later_return() -> None:
+def test_slow_answers_lengthen_the_time_to_retry() -> None:
     async def main() -> None:
-        admission = Admission(limit=1, waiting=3)
+        admission = Admission(limit=1, max_waiting=3)
         for _ in range(50):
-            admission.took(20.0)
-        async with admission.places(1):
+            admission.record_duration(20.0)
+        async with admission.slots(1):
             waiting = [asyncio.create_task(_hold(admission, 1)) for _ in range(3)]
             await asyncio.sleep(0)
             with pytest.raises(RequestError) as caught:
-                async with admission.places(1):
+                async with admission.slots(1):
                     pass
             assert 50 < caught.value.retry_after <= 60
         await asyncio.gather(*waiting)
@@ -74,14 +74,14 @@ def test_slow_answers_make_for_a_later_return() -> None:
 
 
 @given(st.integers(0, 1 << 32))
-def test_whoever_gives_up_when_no_place_is_lost(seed: int) -> None:
+def test_cancelling_at_any_time_loses_no_slot(seed: int) -> None:
     rng = random.Random(seed)
 
     async def main() -> None:
-        admission = Admission(limit=3, waiting=50)
+        admission = Admission(limit=3, max_waiting=50)
 
         async def ask() -> None:
-            async with admission.places(rng.randint(1, 3)):
+            async with admission.slots(rng.randint(1, 3)):
                 for _ in range(rng.randint(0, 3)):
                     await asyncio.sleep(0)
 
@@ -97,5 +97,5 @@ def test_whoever_gives_up_when_no_place_is_lost(seed: int) -> None:
 
 
 async def _hold(admission: Admission, count: int) -> None:
-    async with admission.places(count):
+    async with admission.slots(count):
         pass

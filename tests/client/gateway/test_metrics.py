@@ -1,4 +1,4 @@
-"""What Prometheus is told, and that the dashboard asks for nothing else."""
+"""The Prometheus metrics of peers and gateways, and the dashboard that shows them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def peer_gauges() -> PeerGauges:
     return gauges
 
 
-def test_a_peer_counts_its_steps_and_says_how_it_is_now() -> None:
+def test_a_peer_counts_its_steps_and_reports_its_load() -> None:
     page = peer_gauges().page()
     assert value(page, "swarm_peer_tokens_total", kind="prefill") == 7
     assert value(page, "swarm_peer_step_batch_sum") == 3
@@ -64,7 +64,7 @@ def test_a_peer_counts_its_steps_and_says_how_it_is_now() -> None:
     assert value(page, "swarm_peer_serving") == 1
 
 
-def test_a_gateway_counts_what_it_answered() -> None:
+def test_a_gateway_counts_requests_and_tokens() -> None:
     with toy_gateway() as gateway:
         for _ in range(2):
             gateway.http.post("/v1/completions", json={"model": "toy", "prompt": "abc", "max_tokens": 5})
@@ -82,7 +82,7 @@ def test_a_gateway_counts_what_it_answered() -> None:
     assert value(page, "swarm_gateway_running") == 0
 
 
-def test_peers_cannot_make_up_labels_without_end() -> None:
+def test_the_number_of_peer_labels_is_bounded() -> None:
     gauges = Gauges()
     labels = {gauges.peer_label(f"peer {number}") for number in range(1000)}
     assert len(labels) == 65
@@ -90,45 +90,45 @@ def test_peers_cannot_make_up_labels_without_end() -> None:
     assert gauges.peer_label("peer 999") == "others"
 
 
-def test_a_piece_of_several_tokens_counts_as_many() -> None:
+def test_a_piece_of_several_tokens_counts_each_token() -> None:
     times = iter([0.0, 1.0, 3.0])
     gauges = Gauges(lambda: next(times))
-    watch = gauges.watch("m")
-    watch.piece(1)
-    watch.piece(4)
+    timer = gauges.time_answer("m")
+    timer.on_tokens(1)
+    timer.on_tokens(4)
     assert value(gauges.page(), "swarm_gateway_tokens_total") == 5
     assert value(gauges.page(), "swarm_gateway_between_tokens_seconds_sum") == pytest.approx(0.5)
 
 
-def test_the_dashboard_asks_only_for_what_is_there_and_shows_all_of_it() -> None:
+def test_the_dashboard_shows_exactly_the_existing_metrics() -> None:
     dashboard = json.loads((ROOT / "docs" / "grafana-dashboard.json").read_text())
-    asked = {
+    queried = {
         name
         for panel in dashboard["panels"]
         for target in panel.get("targets", ())
         for name in re.findall(r"swarm_\w+", target["expr"])
     }
-    there: set[str] = set()
+    existing: set[str] = set()
     with toy_gateway() as gateway:
         gateway.http.post("/v1/completions", json={"model": "toy", "prompt": "abc", "max_tokens": 5})
         pages = [gateway.http.get("/metrics").text, peer_gauges().page()]
     for page in pages:
         for family in families(page):
-            there |= {sample.name for sample in family.samples}
+            existing |= {sample.name for sample in family.samples}
             if family.type == "counter":
-                there.add(f"{family.name}_total")  # those without labels seen so far have no sample
-    assert asked <= there
-    bases = {re.sub(r"_(bucket|sum|count|created|total)$", "", name) for name in there}
-    shown = {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in asked}
+                existing.add(f"{family.name}_total")  # counters without labels so far have no sample
+    assert queried <= existing
+    bases = {re.sub(r"_(bucket|sum|count|created|total)$", "", name) for name in existing}
+    shown = {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in queried}
     assert shown == bases
 
 
-def test_a_hop_is_shown_by_what_it_did() -> None:
+def test_the_times_of_a_hop_are_recorded() -> None:
     hop = HopTime(
         peer_id="p", name="n", layers="0:1", queue_s=0.5, compute_s=0.25, codec_s=0, other_s=0, network_s=0.125
     )
     gauges = Gauges()
-    gauges.watch("m").finished(
+    gauges.time_answer("m").on_finish(
         Metrics(
             prompt_tokens=3,
             reused_tokens=2,

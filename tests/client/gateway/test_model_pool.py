@@ -1,9 +1,8 @@
-"""The models that are offered: under which names, and those that come later."""
+"""The model pool: names, readiness, discovery, and the view of the swarm."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -15,27 +14,27 @@ from swarm.errors import NotCovered, RequestError
 from tests.client.world import World, run
 
 
-def in_a_fleet(test: Callable[[World, ModelPool, list[str]], Awaitable[None]], *, most: int = 64) -> None:
-    """`test` gets a fleet that connects to the toy model, and the names that were asked for."""
+def with_pool(test: Callable[[World, ModelPool, list[str]], Awaitable[None]], *, max_models: int = 64) -> None:
+    """`test` gets a pool that connects to the toy model, and the list of requested models."""
 
     async def main(world: World) -> None:
         await world.three()
-        asked: list[str] = []
+        requested: list[str] = []
 
         async def connect(model: str) -> object:
-            asked.append(model)
+            requested.append(model)
             if model == "broken":
                 raise NotCovered("nobody serves it")
             return world.client()
 
-        async with ModelPool(world.swarm.directory, connect, probe_s=1.0, most=most) as pool:  # type: ignore[arg-type]
-            await test(world, pool, asked)
+        async with ModelPool(world.swarm.directory, connect, probe_s=1.0, max_models=max_models) as pool:  # type: ignore[arg-type]
+            await test(world, pool, requested)
 
     run(main)
 
 
-def test_a_model_is_found_by_name_and_by_the_first_digits_of_its_digest() -> None:
-    async def test(world: World, pool: ModelPool, asked: list[str]) -> None:
+def test_a_model_is_found_by_name_and_by_a_prefix_of_its_digest() -> None:
+    async def test(world: World, pool: ModelPool, requested: list[str]) -> None:
         await pool.add("toy")
         digest = world.swarm.manifest.digest
         (served,) = pool.served
@@ -46,31 +45,31 @@ def test_a_model_is_found_by_name_and_by_the_first_digits_of_its_digest() -> Non
                 pool.find(name)
             assert caught.value.status == 404
 
-    in_a_fleet(test)
+    with_pool(test)
 
 
-def test_a_model_is_offered_once_and_another_of_its_name_with_its_digest() -> None:
-    async def test(world: World, pool: ModelPool, asked: list[str]) -> None:
+def test_a_model_is_offered_once_and_a_namesake_under_its_digest() -> None:
+    async def test(world: World, pool: ModelPool, requested: list[str]) -> None:
         await pool.add("toy")
         await pool.add(world.swarm.manifest.digest)
         assert [served.name for served in pool.served] == ["toy"]
-        pool.offer(world.client())
+        pool.add_client(world.client())
         assert [served.name for served in pool.served] == ["toy", f"toy@{world.swarm.manifest.digest[:12]}"]
 
-    in_a_fleet(test)
+    with_pool(test)
 
 
-def test_what_the_swarm_serves_is_connected_to_once() -> None:
-    async def test(world: World, pool: ModelPool, asked: list[str]) -> None:
-        await pool.add_new()
-        await pool.add_new()
-        assert asked == [world.swarm.manifest.digest]
+def test_a_discovered_model_is_connected_once() -> None:
+    async def test(world: World, pool: ModelPool, requested: list[str]) -> None:
+        await pool.discover()
+        await pool.discover()
+        assert requested == [world.swarm.manifest.digest]
 
-    in_a_fleet(test)
+    with_pool(test)
 
 
-def test_a_probe_makes_a_model_ready_or_says_why_not() -> None:
-    async def test(world: World, pool: ModelPool, asked: list[str]) -> None:
+def test_a_probe_makes_a_model_ready_or_records_the_problem() -> None:
+    async def test(world: World, pool: ModelPool, requested: list[str]) -> None:
         await pool.add("toy")
         (served,) = pool.served
         assert not pool.is_ready(served)
@@ -82,11 +81,11 @@ def test_a_probe_makes_a_model_ready_or_says_why_not() -> None:
         await served.probe()
         assert "layers 0:6" in served.problem
 
-    in_a_fleet(test)
+    with_pool(test)
 
 
-def test_a_bug_in_a_probe_is_told_and_logged_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    async def test(world: World, pool: ModelPool, asked: list[str]) -> None:
+def test_a_bug_in_a_probe_is_logged_and_later_probes_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(world: World, pool: ModelPool, requested: list[str]) -> None:
         await pool.add("toy")
         (served,) = pool.served
         generate, served.client.generate = served.client.generate, None  # type: ignore[assignment,method-assign]
@@ -97,35 +96,35 @@ def test_a_bug_in_a_probe_is_told_and_logged_and_ends_nothing(caplog: pytest.Log
         await served.probe()
         assert pool.is_ready(served)
 
-    in_a_fleet(test)
+    with_pool(test)
 
 
-def test_the_swarm_cannot_name_models_without_end() -> None:
-    async def test(world: World, pool: ModelPool, asked: list[str]) -> None:
-        await pool.add_new()
-        assert asked == []
+def test_discovery_stops_at_the_maximum_of_models() -> None:
+    async def test(world: World, pool: ModelPool, requested: list[str]) -> None:
+        await pool.discover()
+        assert requested == []
 
-    in_a_fleet(test, most=0)
+    with_pool(test, max_models=0)
 
 
-def test_a_model_that_nobody_names_any_more_makes_room() -> None:
-    async def test(world: World, pool: ModelPool, asked: list[str]) -> None:
-        await pool.add_new()
-        await pool.add_new()
+def test_a_discovered_model_that_is_not_announced_any_more_is_removed() -> None:
+    async def test(world: World, pool: ModelPool, requested: list[str]) -> None:
+        await pool.discover()
+        await pool.discover()
         assert len(pool.served) == 1
         pool.directory = MemoryDirectory()
-        await pool.add_new()
+        await pool.discover()
         assert pool.served == []
         pool.directory = world.swarm.directory
-        await pool.add("toy")  # by name: it stays
+        await pool.add("toy")  # added by name: it stays
         pool.directory = MemoryDirectory()
-        await pool.add_new()
+        await pool.discover()
         assert len(pool.served) == 1
 
-    in_a_fleet(test, most=1)
+    with_pool(test, max_models=1)
 
 
-def test_a_model_that_cannot_be_had_is_complained_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_cannot_be_connected_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def main(world: World) -> None:
         await world.three()
 
@@ -133,24 +132,24 @@ def test_a_model_that_cannot_be_had_is_complained_of_once(caplog: pytest.LogCapt
             raise NotCovered("nobody serves it")
 
         async with ModelPool(world.swarm.directory, connect, probe_s=1.0) as pool:  # type: ignore[arg-type]
-            await pool.add_new()
-            await pool.add_new()
+            await pool.discover()
+            await pool.discover()
             assert caplog.text.count("is left out for now: nobody serves it") == 1
 
     run(main)
 
 
-def test_those_who_look_at_the_same_time_share_a_look_and_one_who_leaves_takes_it_from_nobody() -> None:
-    async def test(world: World, pool: ModelPool, asked: list[str]) -> None:
+def test_concurrent_requests_share_one_refresh_and_cancelling_one_does_not_cancel_it() -> None:
+    async def test(world: World, pool: ModelPool, requested: list[str]) -> None:
         await pool.add("toy")
-        watch = SwarmView(pool, clock=time.monotonic)
-        first, second = (asyncio.create_task(watch.current()) for _ in range(2))
+        view = SwarmView(pool)
+        first, second = (asyncio.create_task(view.current()) for _ in range(2))
         await asyncio.sleep(0)
         first.cancel()
         plain = await second
         assert plain["models"][0]["covered"]
-        again = await watch.current()
+        again = await view.current()
         assert again["models"][0]["at"] == plain["models"][0]["at"]
-        await watch.close()
+        await view.close()
 
-    in_a_fleet(test)
+    with_pool(test)

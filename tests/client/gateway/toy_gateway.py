@@ -1,4 +1,4 @@
-"""A real gateway on a real port before toy peers, in a thread of its own: tests are callers like any other."""
+"""A real gateway on a real port over toy peers, in its own thread: tests call it over HTTP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from client.client import SwarmClient
 from client.config import ClientConfig
 from client.gateway.app import Gateway
 from client.gateway.config import GatewayConfig
-from client.gateway.http.server import Ending
+from client.gateway.http.server import Shutdown
 from client.gateway.http.server import run as serve
 from client.gateway.model_pool import ModelPool
 from swarm.transport.address import Address
@@ -24,7 +24,7 @@ from tests.client.world import QUICK, World
 
 T = TypeVar("T")
 PATIENCE_S = 30.0
-# Callers, gateway and peers are one process here: a busy machine is no peer's fault.
+# Long timeouts: callers, gateway and peers share one process, and a busy machine must not look like a failed peer.
 PATIENT = replace(
     QUICK,
     connect_timeout_s=PATIENCE_S,
@@ -39,27 +39,29 @@ ANYWHERE = Address("127.0.0.1", 0)
 
 @dataclass
 class ToyGateway:
-    """`call` runs a function of the gateway's thread and gives its result."""
+    """Handle of a running toy gateway."""
 
     url: str
     world: World
     pool: ModelPool
-    ending: Ending
+    shutdown: Shutdown
     loop: asyncio.AbstractEventLoop
     http: httpx.Client
     ended: threading.Event = field(default_factory=threading.Event)
 
     def call(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run `work` in the gateway's event loop and return its result."""
+
         async def run() -> T:
             return await work()
 
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(PATIENCE_S)
 
-    def ask_to_end(self) -> None:
-        self.loop.call_soon_threadsafe(self.ending.asked.set)
+    def request_shutdown(self) -> None:
+        self.loop.call_soon_threadsafe(self.shutdown.requested.set)
 
     def slow_down(self, delay_s: float) -> None:
-        """Every step takes so long at each peer from now on."""
+        """Delay every later step at each peer."""
         for peer in self.peers:
             peer.delay_s = delay_s
 
@@ -79,11 +81,11 @@ class ToyGateway:
 def toy_gateway(
     *, eos: tuple[int, ...] = (), probing: bool = False, client: ClientConfig = PATIENT, **options: Any
 ) -> Iterator[ToyGateway]:
-    """`options` are GatewayConfig's. Without `probing` no token comes through but those that are asked for."""
+    """Run a gateway. `options` are GatewayConfig's; without `probing` it sends no requests of its own."""
     config = GatewayConfig(**{"listen": ANYWHERE, "grace_s": 5.0, "temperature": 0.0, **options})
     listening = threading.Event()
-    made: list[ToyGateway] = []
-    failed: list[BaseException] = []
+    gateways: list[ToyGateway] = []
+    errors: list[BaseException] = []
 
     async def main() -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -95,27 +97,27 @@ def toy_gateway(
                 return world.client()
 
             pool = await stack.enter_async_context(ModelPool(world.swarm.directory, connect, probe_s=config.probe_s))
-            pool.offer(world.client())
+            pool.add_client(world.client())
             stack.push_async_callback(world.planner.close)
             if probing:
-                pool.begin()
-            ending = Ending()
-            gateway = await stack.enter_async_context(Gateway(pool, config, ending=ending.asked))
+                pool.start()
+            shutdown = Shutdown()
+            gateway = await stack.enter_async_context(Gateway(pool, config, stopping=shutdown.requested))
 
-            def heard(place: Address) -> None:
-                url, loop = f"http://{place.place}", asyncio.get_running_loop()
+            def on_listening(address: Address) -> None:
+                url, loop = f"http://{address.place}", asyncio.get_running_loop()
                 http = httpx.Client(base_url=url, timeout=PATIENCE_S, verify=False)
-                made.append(ToyGateway(url, world, pool, ending, loop, http))
+                gateways.append(ToyGateway(url, world, pool, shutdown, loop, http))
                 listening.set()
 
-            await serve(gateway.app(), config, ending=ending, listening=heard)
-        made[0].ended.set()
+            await serve(gateway.app(), config, shutdown=shutdown, on_listening=on_listening)
+        gateways[0].ended.set()
 
     def run() -> None:
         try:
             asyncio.run(main())
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
             raise
         finally:
             listening.set()
@@ -124,14 +126,14 @@ def toy_gateway(
     thread.start()
     try:
         assert listening.wait(PATIENCE_S)
-        assert made, failed
-        yield made[0]
+        assert gateways, errors
+        yield gateways[0]
     finally:
-        if made and thread.is_alive():
+        if gateways and thread.is_alive():
             with contextlib.suppress(RuntimeError):
-                made[0].ask_to_end()
+                gateways[0].request_shutdown()
         thread.join(PATIENCE_S)
-        for gateway in made:
+        for gateway in gateways:
             gateway.http.close()
     assert not thread.is_alive()
-    assert not failed
+    assert not errors

@@ -1,4 +1,4 @@
-"""The route inspector: what it gathers, what it draws at several widths, and its commands over real sockets."""
+"""The route inspector: its data, its picture at several widths, and its commands over real sockets."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def links_of(records: Sequence[PeerRecord]) -> dict[str, MeasuredLink]:
     return {record.peer_id: MeasuredLink(rtt_s=2 * MS, bytes_per_s=1e8) for record in records}
 
 
-def look(
+def inspect_toy(
     records: Sequence[PeerRecord], request: RouteRequest = REQUEST, links: dict[str, MeasuredLink] | None = None
 ) -> Inspection:
     return inspect_swarm("smollm2", "9f3a" * 16, records, request, links=links_of(records) | (links or {}), now=NOW)
@@ -73,17 +73,17 @@ COVERED = [
 BROKEN = [record for record in COVERED if record.name not in ("bernd", "dora")]
 
 
-def drawn(inspection: Inspection, width: int) -> str:
+def draw(inspection: Inspection, width: int) -> str:
     out = io.StringIO()
     Console(file=out, width=width, highlight=False).print(Picture(inspection))
     return out.getvalue()
 
 
-# -- what is gathered ----------------------------------------------------------------------------------------------
+# -- data ----------------------------------------------------------------------------------------------------------
 
 
 def test_each_peer_is_on_the_route_spare_or_left_out_with_a_reason() -> None:
-    seen = look(COVERED)
+    seen = inspect_toy(COVERED)
     assert seen.covered
     assert {view.record.name: view.hop for view in seen.peers if view.hop is not None} == {
         "anna": 0,
@@ -95,23 +95,23 @@ def test_each_peer_is_on_the_route_spare_or_left_out_with_a_reason() -> None:
     assert seen.coverage == (1,) * 11 + (2,) * 19
 
 
-def test_missing_layers_are_told_and_no_error_is_raised() -> None:
-    seen = look(BROKEN)
+def test_missing_layers_are_reported_without_an_error() -> None:
+    seen = inspect_toy(BROKEN)
     assert not seen.covered
     assert seen.missing == (LayerRange(11, 22),)
     assert "nobody serves layers 11:22" in seen.problem
     assert seen.coverage[11:22] == (0,) * 11
 
 
-def test_the_plain_form_is_json_with_the_stated_fields() -> None:
+def test_the_plain_form_is_json_with_the_documented_fields() -> None:
     far = {"id-dora": MeasuredLink(rtt_s=math.inf, problem="the connection is refused")}
     for records in (COVERED, BROKEN, []):
-        plain = json.loads(json.dumps(look(records, links=far).to_plain(), allow_nan=False))
+        plain = json.loads(json.dumps(inspect_toy(records, links=far).to_plain(), allow_nan=False))
         assert set(plain) == {
             "schema", "model", "at", "request", "covered", "problem", "missing", "coverage", "peers", "route",
             "alternatives",
         }  # fmt: skip
-    plain = look(COVERED, links=far).to_plain()
+    plain = inspect_toy(COVERED, links=far).to_plain()
     assert plain["schema"] == 1
     assert plain["model"] == {"name": "smollm2", "digest": "9f3a" * 16, "layers": 30}
     dora = next(view for view in plain["peers"] if view["name"] == "dora")
@@ -123,26 +123,26 @@ def test_the_plain_form_is_json_with_the_stated_fields() -> None:
     assert plain["alternatives"][0]["kind"] == "without"
 
 
-def test_peers_of_the_same_name_are_told_apart() -> None:
+def test_peers_of_the_same_name_get_distinct_names() -> None:
     twins = [replace(peer("box", "0:30"), peer_id="aaaa1111"), replace(peer("box", "0:30"), peer_id="bbbb2222")]
-    seen = look(twins)
+    seen = inspect_toy(twins)
     assert [seen.name_of(twin.peer_id) for twin in twins] == ["box aaaa", "box bbbb"]
     assert seen.name_of("somebody-else") == "somebody"
 
 
-def test_a_model_counts_the_layers_of_peers_that_stay() -> None:
+def test_a_model_counts_only_layers_of_peers_that_are_not_leaving() -> None:
     model = model_record("d" * 64, layers=30)
     view = view_model(model, [*BROKEN, peer("liar", "0:99")])
     assert (view.peers, view.layers_covered, view.missing) == (2, 19, (LayerRange(11, 22),))
 
 
-# -- what is drawn -------------------------------------------------------------------------------------------------
+# -- picture -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [80, 120, 160, 200])
 @pytest.mark.parametrize("records", [COVERED, BROKEN, [], [*COVERED, peer("x" * 200, "0:30", device="d" * 200)]])
 def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(width: int, records: list[PeerRecord]) -> None:
-    text = drawn(look(records), width)
+    text = draw(inspect_toy(records), width)
     assert max(map(len, text.splitlines())) <= width
     for record in records:
         assert record.name[:10] in text
@@ -152,48 +152,48 @@ def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(width: int, recor
         assert "…" not in text
 
 
-def test_the_picture_tells_hops_spares_and_gaps_without_colour() -> None:
-    lines = drawn(look(COVERED), 60).splitlines()
+def test_hops_spares_and_gaps_are_distinct_without_colour() -> None:
+    lines = draw(inspect_toy(COVERED), 60).splitlines()
     assert "█" * 11 + "·" * 19 in next(line for line in lines if line.startswith("1 anna"))
     assert "·" * 11 + "█" * 11 + "·" * 8 in next(line for line in lines if line.startswith("2 bernd"))
     assert "·" * 11 + "▒" * 19 in next(line for line in lines if line.startswith("  dora"))
     assert "░" * 11 + "·" * 19 in next(line for line in lines if line.startswith("  emil"))
     copies = next(line for line in lines if line.startswith("  copies"))
     assert "1──────────2" in copies
-    broken = drawn(look(BROKEN), 80)
+    broken = draw(inspect_toy(BROKEN), 80)
     assert "×" * 11 in broken
     assert "NOT COVERED" in broken
     assert "nobody serves layers 11:22" in broken.replace("\n", " ")
 
 
 def test_the_route_shows_the_cost_of_each_hop_and_why_others_lost() -> None:
-    text = drawn(look(COVERED), 120)
+    text = draw(inspect_toy(COVERED), 120)
     assert "a step takes" in text
     assert "no route: nobody else serves 0:11" in text
     assert "with dora" in text
     assert "ms more compute" in text
     assert "is leaving" in text
-    slow = drawn(look(COVERED, replace(REQUEST, objective="throughput")), 120)
+    slow = draw(inspect_toy(COVERED, replace(REQUEST, objective="throughput")), 120)
     assert "slowest stage" in slow
 
 
-def test_a_relayed_hop_says_so() -> None:
-    apart = [replace(COVERED[0], links={"id-bernd": LinkQuality(rtt_s=math.inf)}), *COVERED[1:3]]
-    assert "bernd (relayed)" in drawn(look(apart), 80)
+def test_a_relayed_hop_is_marked() -> None:
+    unconnected = [replace(COVERED[0], links={"id-bernd": LinkQuality(rtt_s=math.inf)}), *COVERED[1:3]]
+    assert "bernd (relayed)" in draw(inspect_toy(unconnected), 80)
 
 
-def test_other_numerics_are_a_runner_up() -> None:
-    text = drawn(look([*COVERED, peer("gina", "0:30", numerics=FAST, layer_time_s=9 * MS)]), 120)
+def test_a_route_in_other_numerics_is_a_runner_up() -> None:
+    text = draw(inspect_toy([*COVERED, peer("gina", "0:30", numerics=FAST, layer_time_s=9 * MS)]), 120)
     assert "other numerics" in text
     assert "computes in bf16/u8, not in f32/f32" in text
 
 
 def test_names_from_the_network_are_never_markup() -> None:
-    assert "[red]x[/red]" in drawn(look([peer("[red]x[/red]", "0:30", device="[/]")]), 120)
+    assert "[red]x[/red]" in draw(inspect_toy([peer("[red]x[/red]", "0:30", device="[/]")]), 120)
 
 
 @pytest.mark.parametrize(("layers", "cells"), [(30, 50), (30, 90), (80, 50), (1, 10), (4096, 48)])
-def test_every_layer_has_a_cell_and_every_cell_a_layer(layers: int, cells: int) -> None:
+def test_every_layer_has_a_cell_and_every_cell_has_a_layer(layers: int, cells: int) -> None:
     scale = Scale(layers, cells)
     assert scale.cells <= cells
     shown = [layer for cell in range(scale.cells) for layer in scale.layers(cell)]
@@ -201,7 +201,7 @@ def test_every_layer_has_a_cell_and_every_cell_a_layer(layers: int, cells: int) 
     assert all(first in scale.layers(scale.cell(first)) for first in range(layers))
 
 
-def test_models_are_listed_with_their_size_and_what_is_missing() -> None:
+def test_models_are_listed_with_their_size_and_missing_layers() -> None:
     model = model_record("d" * 64, name="smollm2", layers=30, layer_bytes=2_712_000)
     out = io.StringIO()
     views = [ModelView(model=model, peers=2, missing=(LayerRange(11, 22),))]
@@ -221,12 +221,12 @@ def test_models_are_listed_with_their_size_and_what_is_missing() -> None:
 # -- options -------------------------------------------------------------------------------------------------------
 
 
-def test_numerics_and_addresses_are_read_or_refused_by_name(tmp_path: Path) -> None:
+def test_numerics_and_addresses_are_parsed_or_quoted_in_an_error(tmp_path: Path) -> None:
     assert parse_numerics("") is None
     assert parse_numerics("f32/f32") == EXACT
     assert parse_numerics("f32") == EXACT
     for text in ("f32/", "a/b/c", "f 32"):
-        with pytest.raises(ConfigError, match="is no numerics"):
+        with pytest.raises(ConfigError, match="is not valid as numerics"):
             parse_numerics(text)
     with pytest.raises(ConfigError, match="--initial-peer"):
         parse_initial_peers([])
@@ -234,7 +234,7 @@ def test_numerics_and_addresses_are_read_or_refused_by_name(tmp_path: Path) -> N
         parse_initial_peers(["b:1", "a:0"])
 
 
-def test_a_package_is_told_from_a_name_by_its_manifest(tmp_path: Path) -> None:
+def test_a_package_is_distinguished_from_a_name_by_its_manifest(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_bytes(MANIFEST_BYTES)
     found = package_manifest(str(tmp_path))
     assert found is not None
@@ -244,7 +244,7 @@ def test_a_package_is_told_from_a_name_by_its_manifest(tmp_path: Path) -> None:
         package_manifest(str(tmp_path / "nothing"))
 
 
-def test_what_is_no_json_is_not_half_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_written_where_json_cannot_be_encoded(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="JSON"):
         write_json({"fine": 1, "cost_s": math.inf})
     assert capsys.readouterr().out == ""
@@ -252,25 +252,25 @@ def test_what_is_no_json_is_not_half_written(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == '{"fine": 1}\n'
 
 
-def test_the_routes_that_are_shown_have_room_for_what_generate_asks() -> None:
+def test_the_default_kv_tokens_of_routes_are_those_of_generate() -> None:
     assert GenerationConfig().max_new_tokens < USUAL_SESSION_TOKENS
     default = inspect.signature(routes).parameters["kv_tokens"].default
     assert default == USUAL_SESSION_TOKENS
-    assert f"for {REQUEST.kv_tokens} tokens of cache" in drawn(look(COVERED), 120)
+    assert f"for {REQUEST.kv_tokens} tokens of cache" in draw(inspect_toy(COVERED), 120)
 
 
 # -- over real sockets ---------------------------------------------------------------------------------------------
 
 
 async def toy_swarm(stack: AsyncExitStack, *spans: str) -> list[Teller]:
-    """Peers of the toy model that share a board, announced."""
-    board = MemoryDirectory()
+    """Announced peers of the toy model, with one directory."""
+    directory = MemoryDirectory()
     peers = []
     for i, span in enumerate(spans):
-        one = teller(board, name=f"peer{i}", span=LayerRange.parse(span), manifest=MANIFEST_BYTES)
-        peers.append(await stack.enter_async_context(one))
+        starting = teller(directory, name=f"peer{i}", span=LayerRange.parse(span), manifest=MANIFEST_BYTES)
+        peers.append(await stack.enter_async_context(starting))
         await peers[-1].announce(DIGEST)
-        await board.publish(model_record(DIGEST).seal(peers[-1].identity))
+        await directory.publish(model_record(DIGEST).seal(peers[-1].identity))
     return peers
 
 
@@ -278,7 +278,7 @@ async def swarm(*words: str) -> subprocess.CompletedProcess[str]:
     return await asyncio.to_thread(run_swarm, *words)
 
 
-def test_peers_are_measured_and_those_out_of_reach_say_why() -> None:
+def test_peers_are_measured_and_unreachable_ones_have_a_reason() -> None:
     async def test() -> None:
         async with AsyncExitStack() as stack:
             near, gone, restarted = await toy_swarm(stack, "0:3", "0:3", "0:3")
@@ -302,7 +302,7 @@ def test_peers_are_measured_and_those_out_of_reach_say_why() -> None:
     run(test())
 
 
-def test_a_peer_that_never_answers_holds_up_nobody_and_a_bug_is_not_swallowed() -> None:
+def test_a_silent_peer_delays_no_other_and_a_bug_is_raised() -> None:
     async def stuck(record: PeerRecord, hello: Hello, timeout: float) -> LinkQuality:
         if record.name == "stuck":
             await asyncio.Event().wait()
@@ -326,7 +326,7 @@ def test_a_peer_that_never_answers_holds_up_nobody_and_a_bug_is_not_swallowed() 
     run(test())
 
 
-def test_routes_draws_the_route_and_says_whom_it_trusted() -> None:
+def test_routes_draws_the_route_and_notes_trusted_addresses() -> None:
     async def test() -> None:
         async with AsyncExitStack() as stack:
             first, *_ = await toy_swarm(stack, "0:1", "1:3", "1:3")
@@ -358,7 +358,7 @@ def test_routes_as_json_is_one_object_by_name_digest_or_package(tmp_path: Path) 
     run(test())
 
 
-def test_routes_of_an_uncovered_model_draws_and_exits_with_3_naming_the_layers() -> None:
+def test_routes_of_an_uncovered_model_draws_and_exits_with_3() -> None:
     async def test() -> None:
         async with AsyncExitStack() as stack:
             first, leaving = await toy_swarm(stack, "0:1", "1:3")

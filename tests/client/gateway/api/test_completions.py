@@ -1,4 +1,4 @@
-"""OpenAI's own package, and a strict reader of events, against a gateway before toy peers."""
+"""The completion endpoints over toy peers, called by OpenAI's package and by a strict parser of events."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ask(gateway: ToyGateway, **more: Any) -> httpx.Response:
     return post(gateway, "/v1/chat/completions", {"model": "toy", "messages": QUESTION, "max_tokens": 8, **more})
 
 
-def test_an_answer_is_the_models_and_its_usage_is_right(client: openai.OpenAI) -> None:
+def test_an_answer_has_the_models_text_and_the_right_usage(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="toy", messages=QUESTION, max_tokens=12)  # type: ignore[arg-type]
     assert answer.choices[0].message.content == expected(QUESTION, 12)
     assert answer.choices[0].finish_reason == "length"
@@ -57,7 +57,7 @@ def test_an_answer_is_the_models_and_its_usage_is_right(client: openai.OpenAI) -
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 12
 
 
-def test_a_streamed_answer_is_the_same(client: openai.OpenAI) -> None:
+def test_a_streamed_answer_has_the_same_text(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model="toy",
         messages=QUESTION,  # type: ignore[arg-type]
@@ -74,7 +74,7 @@ def test_a_streamed_answer_is_the_same(client: openai.OpenAI) -> None:
     assert not found[-1].choices
 
 
-def test_a_text_is_continued_and_several_at_once(client: openai.OpenAI) -> None:
+def test_several_prompts_are_continued_in_one_request(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="toy", prompt=["abc", "xyz"], n=2, max_tokens=5)
     texts = [choice.text for choice in answer.choices]
     wanted = [TOKENIZER.decode(toy_text(TOKENIZER.encode(text), 5)) for text in ("abc", "xyz")]
@@ -84,14 +84,14 @@ def test_a_text_is_continued_and_several_at_once(client: openai.OpenAI) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 20)
 
 
-def test_token_ids_are_a_prompt_too(client: openai.OpenAI) -> None:
+def test_a_prompt_may_be_token_ids(client: openai.OpenAI) -> None:
     one = client.completions.create(model="toy", prompt=[1, 2, 3], max_tokens=5)
     two = client.completions.create(model="toy", prompt=[[1, 2, 3], [4]], max_tokens=5)
     assert one.choices[0].text == two.choices[0].text == TOKENIZER.decode(toy_text([1, 2, 3], 5))
     assert two.choices[1].text == TOKENIZER.decode(toy_text([4], 5))
 
 
-def test_choices_of_a_sampled_answer_differ_and_a_seed_repeats_them(client: openai.OpenAI) -> None:
+def test_sampled_choices_differ_and_a_seed_repeats_them(client: openai.OpenAI) -> None:
     def write() -> list[str | None]:
         answer = client.chat.completions.create(
             model="toy",
@@ -108,23 +108,23 @@ def test_choices_of_a_sampled_answer_differ_and_a_seed_repeats_them(client: open
     assert len(set(first)) == 3
 
 
-def test_events_are_strictly_what_the_standard_says(gateway: ToyGateway) -> None:
+def test_the_events_of_a_stream_follow_the_standard(gateway: ToyGateway) -> None:
     response = ask(gateway, stream=True, n=3, stream_options={"include_usage": True})
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     found = chunks(response.content)
     assert {chunk["id"] for chunk in found} == {found[0]["id"]}
     assert {chunk["object"] for chunk in found} == {"chat.completion.chunk"}
     for index in range(3):
-        of_it = [choice for chunk in found for choice in chunk["choices"] if choice["index"] == index]
-        assert of_it[0]["delta"]["role"] == "assistant"
-        assert [choice["finish_reason"] for choice in of_it[:-1]] == [None] * (len(of_it) - 1)
-        assert of_it[-1]["finish_reason"] == "length"
+        choices = [choice for chunk in found for choice in chunk["choices"] if choice["index"] == index]
+        assert choices[0]["delta"]["role"] == "assistant"
+        assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+        assert choices[-1]["finish_reason"] == "length"
         assert text_of(found, index) == expected(QUESTION, 8)
     assert all(chunk["usage"] is None for chunk in found[:-1])
     assert found[-1]["usage"]["completion_tokens"] == 24
 
 
-def test_a_stop_text_ends_an_answer_before_it(gateway: ToyGateway) -> None:
+def test_an_answer_ends_before_a_stop_text(gateway: ToyGateway) -> None:
     whole = expected(QUESTION, 8)
     answer = ask(gateway, stop=[whole[3:5]]).json()
     assert answer["choices"][0]["message"]["content"] == whole[:3]
@@ -133,7 +133,7 @@ def test_a_stop_text_ends_an_answer_before_it(gateway: ToyGateway) -> None:
     assert text_of(streamed) == whole[:3]
 
 
-def test_an_end_of_text_is_no_part_of_the_answer_and_can_be_ignored() -> None:
+def test_the_end_of_text_token_is_not_in_the_answer_and_can_be_ignored() -> None:
     end = toy_text(TOKENIZER.chat(QUESTION), 3)[-1]
     with toy_gateway(eos=(end,)) as gateway:
         answer = ask(gateway, logprobs=True).json()
@@ -144,7 +144,7 @@ def test_an_end_of_text_is_no_part_of_the_answer_and_can_be_ignored() -> None:
         assert ask(gateway, ignore_eos=True).json()["choices"][0]["finish_reason"] == "length"
 
 
-def test_log_probabilities_come_where_they_are_asked_for(gateway: ToyGateway) -> None:
+def test_log_probabilities_are_returned_on_request(gateway: ToyGateway) -> None:
     content = ask(gateway, logprobs=True).json()["choices"][0]["logprobs"]["content"]
     assert "".join(each["token"] for each in content) == expected(QUESTION, 8)
     assert {each["logprob"] for each in content} == {-0.5}
@@ -158,11 +158,11 @@ def test_log_probabilities_come_where_they_are_asked_for(gateway: ToyGateway) ->
     body = {"model": "toy", "prompt": "abc", "logprobs": 0, "max_tokens": 4, "n": 2, "stream": True}
     found = [choice for chunk in chunks(post(gateway, "/v1/completions", body).content) for choice in chunk["choices"]]
     for index in range(2):
-        told = [choice["logprobs"] for choice in found if choice["index"] == index and choice["logprobs"]]
-        assert [offset for each in told for offset in each["text_offset"]] == [0, 1, 2, 3]
+        logprobs = [choice["logprobs"] for choice in found if choice["index"] == index and choice["logprobs"]]
+        assert [offset for each in logprobs for offset in each["text_offset"]] == [0, 1, 2, 3]
 
 
-def test_the_end_of_an_answer_says_which_hops_made_it_where_that_is_asked_for(gateway: ToyGateway) -> None:
+def test_an_answer_reports_its_hops_on_request(gateway: ToyGateway) -> None:
     plain = ask(gateway, swarm_metrics=True).json()
     assert [hop["name"] for hop in plain["swarm"][0]["hops"]] == ["a", "b", "c"]
     streamed = chunks(ask(gateway, swarm_metrics=True, stream=True).content)
@@ -212,7 +212,7 @@ def test_the_models_are_listed(client: openai.OpenAI) -> None:
         ({"best_friend": 1}, 400, "best_friend", "unknown_parameter"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_an_invalid_parameter_is_named(
     gateway: ToyGateway, changed: dict[str, Any], status: int, param: str | None, code: str
 ) -> None:
     for stream in (False, True):
@@ -222,15 +222,15 @@ def test_what_is_wrong_is_named(
         assert problem["type"] == "invalid_request_error"
 
 
-def test_what_asks_for_nothing_is_taken(gateway: ToyGateway) -> None:
-    """What callers' libraries send along without being asked."""
-    nothing = {
+def test_unsupported_parameters_are_accepted_with_values_that_have_no_effect(gateway: ToyGateway) -> None:
+    """Callers' libraries send such values by default."""
+    without_effect = {
         "tools": [],
         "tool_choice": "none",
         "response_format": {"type": "text"},
         "store": False,
-        "user": "somebody",
-        "safety_identifier": "somebody",
+        "user": "a user",
+        "safety_identifier": "a user",
         "prompt_cache_key": "a key",
         "metadata": {"a": "b"},
         "logit_bias": None,
@@ -247,7 +247,7 @@ def test_what_asks_for_nothing_is_taken(gateway: ToyGateway) -> None:
         {"role": "user", "content": "E", "name": "eve"},
     ]
     plain = [{"role": "user", "content": text} for text in ("A", "BC", "D", "E")]
-    answer = ask(gateway, **nothing, messages=history)
+    answer = ask(gateway, **without_effect, messages=history)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["message"]["content"] == expected(plain, 8)
 
@@ -267,19 +267,19 @@ def test_what_asks_for_nothing_is_taken(gateway: ToyGateway) -> None:
         (b" " * 70_000, "application/json", 413),
     ],
 )
-def test_a_body_that_is_no_request_is_refused(gateway: ToyGateway, body: bytes, kind: str, status: int) -> None:
+def test_a_malformed_body_is_refused(gateway: ToyGateway, body: bytes, kind: str, status: int) -> None:
     response = gateway.http.post("/v1/completions", content=body, headers={"content-type": kind})
     assert response.status_code == status
     assert response.json()["error"]["message"]
 
 
-def test_a_prompt_that_is_too_long_is_told_the_numbers(gateway: ToyGateway) -> None:
+def test_the_error_for_a_long_prompt_has_the_numbers(gateway: ToyGateway) -> None:
     problem = ask(gateway, messages=[{"role": "user", "content": "A" * 500}], max_tokens=9).json()["error"]
     assert problem["code"] == "context_length_exceeded"
     assert all(number in problem["message"] for number in ("400", "504", "513"))
 
 
-def test_without_a_limit_an_answer_has_the_gateways_or_what_is_left(gateway: ToyGateway) -> None:
+def test_without_max_tokens_the_gateways_default_or_the_rest_of_the_context_applies(gateway: ToyGateway) -> None:
     long = [{"role": "user", "content": "A" * (CONTEXT - 10)}]
     answer = ask(gateway, messages=long, max_tokens=None).json()
     assert answer["usage"]["total_tokens"] == CONTEXT
@@ -287,11 +287,11 @@ def test_without_a_limit_an_answer_has_the_gateways_or_what_is_left(gateway: Toy
     assert text["usage"]["completion_tokens"] == 16  # OpenAI's default there
 
 
-def test_layers_that_nobody_serves_are_named_with_503() -> None:
+def test_uncovered_layers_are_named_with_503() -> None:
     with toy_gateway() as gateway:
         first, second, third, spare = gateway.peers
         for peer in (second, spare):
-            gateway.call(_killing(peer))
+            gateway.call(_kill(peer))
         with (
             openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
             pytest.raises(openai.InternalServerError) as caught,
@@ -303,7 +303,7 @@ def test_layers_that_nobody_serves_are_named_with_503() -> None:
         assert first.dead is third.dead is False
 
 
-def test_a_peer_that_dies_in_the_middle_of_a_stream_changes_nothing_in_it() -> None:
+def test_a_peer_that_dies_during_a_stream_does_not_change_its_text() -> None:
     with toy_gateway() as gateway:
         gateway.slow_down(0.01)
         with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
@@ -312,11 +312,11 @@ def test_a_peer_that_dies_in_the_middle_of_a_stream_changes_nothing_in_it() -> N
             for number, chunk in enumerate(stream):
                 text += chunk.choices[0].delta.content or ""
                 if number == 10:
-                    gateway.call(_killing(gateway.world.swarm.peers["b"]))
+                    gateway.call(_kill(gateway.world.swarm.peers["b"]))
         assert text == expected(QUESTION, 60)
 
 
-def test_what_goes_wrong_in_a_stream_is_an_event_of_it_and_ends_it() -> None:
+def test_an_error_during_a_stream_is_its_last_event() -> None:
     with toy_gateway() as gateway:
         gateway.slow_down(0.01)
         body = {"model": "toy", "messages": QUESTION, "max_tokens": 60, "stream": True}
@@ -325,7 +325,7 @@ def test_what_goes_wrong_in_a_stream_is_an_event_of_it_and_ends_it() -> None:
             for part in response.iter_bytes():
                 if not raw:
                     for name in ("b", "spare"):
-                        gateway.call(_killing(gateway.world.swarm.peers[name]))
+                        gateway.call(_kill(gateway.world.swarm.peers[name]))
                 raw += part
         assert response.status_code == 200
         *before, last = events(raw)
@@ -334,7 +334,7 @@ def test_what_goes_wrong_in_a_stream_is_an_event_of_it_and_ends_it() -> None:
         assert gateway.sessions == 0
 
 
-def _killing(peer: Any) -> Any:
+def _kill(peer: Any) -> Any:
     async def kill() -> None:
         peer.die()
 
@@ -353,7 +353,7 @@ def _killing(peer: Any) -> Any:
         ("GET", "/%2e%2e/app.py", 404, None),
     ],
 )
-def test_what_is_not_there_is_said_in_openais_shape(
+def test_unknown_paths_and_wrong_methods_get_openais_error_object(
     gateway: ToyGateway, method: str, path: str, status: int, allowed: str | None
 ) -> None:
     response = gateway.http.request(method, path)
@@ -363,34 +363,34 @@ def test_what_is_not_there_is_said_in_openais_shape(
         assert set(response.headers["allow"].split(", ")) == set(allowed.split(", "))
 
 
-def test_ids_that_a_model_does_not_have_are_refused(gateway: ToyGateway) -> None:
+def test_token_ids_outside_the_vocabulary_are_refused(gateway: ToyGateway) -> None:
     response = post(gateway, "/v1/completions", {"model": "toy", "prompt": [1, VOCAB]})
     assert response.status_code == 400
     assert str(VOCAB) in response.json()["error"]["message"]
     assert response.json()["error"]["param"] == "prompt"
 
 
-def test_an_empty_text_cannot_be_gone_on_from(gateway: ToyGateway) -> None:
+def test_an_empty_prompt_is_refused(gateway: ToyGateway) -> None:
     for prompt in ("", ["abc", ""]):
         response = post(gateway, "/v1/completions", {"model": "toy", "prompt": prompt})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
 
 
 @pytest.mark.parametrize(("path", "schema"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
-def test_what_the_description_says_of_answers_holds(gateway: ToyGateway, path: str, schema: dict[str, Any]) -> None:
+def test_responses_match_the_openapi_description(gateway: ToyGateway, path: str, schema: dict[str, Any]) -> None:
     described = gateway.http.get("/openapi.json").json()["paths"][path]["post"]
     assert described["requestBody"]["content"]["application/json"]["schema"] == schema
 
     @settings(max_examples=25, deadline=None)
     @given(plain=values_of(schema))
-    def hold(plain: dict[str, Any]) -> None:
+    def check_response(plain: dict[str, Any]) -> None:
         short = {"model": "toy", "max_tokens": 3, "max_completion_tokens": None, "n": 2}
         body = plain | {name: value for name, value in short.items() if name in schema["properties"]}
         response = gateway.http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
-        told = described["responses"][str(response.status_code)]["content"]
+        documented = described["responses"][str(response.status_code)]["content"]
         if response.headers["content-type"].startswith("text/event-stream"):
             assert events(response.content)
         else:
-            check(response.json(), told["application/json"]["schema"], "answer")
+            check(response.json(), documented["application/json"]["schema"], "answer")
 
-    hold()
+    check_response()

@@ -1,4 +1,4 @@
-"""`swarm serve` before real peers, asked by OpenAI's own package."""
+"""`swarm serve` over real peers, called by OpenAI's package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 
 from swarm.app.local_swarm import Member
 from tests.cases.town import Town
-from tests.client.gateway.real_gateway import all_at_home, real_gateway
+from tests.client.gateway.real_gateway import real_gateway, start_peers
 from tests.conftest import ChatIds, GreedyReference
 from tests.harness import ROOT, swarm_command, wait_until
 
@@ -29,7 +29,7 @@ STORY = "Once upon a time there was a"
 
 
 @dataclass
-class ServedModel:
+class GatewayUnderTest:
     members: list[Member]
     process: subprocess.Popen[str]
     url: str
@@ -37,37 +37,37 @@ class ServedModel:
 
 
 @pytest.fixture(scope="module")
-def served(gateway_town: Town, smollm2_package: Path) -> Iterator[ServedModel]:
-    """Two peers, a spare for the back, and a gateway."""
-    members = [gateway_town[name] for name in all_at_home(gateway_town, smollm2_package)]
+def served(gateway_town: Town, smollm2_package: Path) -> Iterator[GatewayUnderTest]:
+    """Two peers, a spare for the last layers, and a gateway."""
+    members = [gateway_town[name] for name in start_peers(gateway_town, smollm2_package)]
     with real_gateway(members[0].address) as gateway:
-        yield ServedModel(members, gateway.process, gateway.url, gateway.model)
+        yield GatewayUnderTest(members, gateway.process, gateway.url, gateway.model)
 
 
 @pytest.fixture(scope="module")
-def client(served: ServedModel) -> Iterator[openai.OpenAI]:
+def client(served: GatewayUnderTest) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def story(smollm2_tokenizer: object, greedy_reference: GreedyReference) -> list[str]:
-    """How the unsplit model goes on, after 1, 2, ... tokens."""
+    """The unsplit model's continuation of STORY after 0, 1, 2, ... tokens."""
     ids = smollm2_tokenizer.encode(STORY).input_ids.data[0].tolist()  # type: ignore[attr-defined]
     after = greedy_reference(ids, 80)
     return [str(smollm2_tokenizer.decode(after[:count])) for count in range(81)]  # type: ignore[attr-defined]
 
 
-def test_a_chat_is_answered_with_the_unsplit_models_words(
+def test_a_chat_gets_the_answer_of_the_unsplit_model(
     client: openai.OpenAI,
-    served: ServedModel,
+    served: GatewayUnderTest,
     chat_ids: ChatIds,
     greedy_reference: GreedyReference,
     smollm2_tokenizer: object,
 ) -> None:
     ids = chat_ids(QUESTION)
     expected = greedy_reference(ids, 8)
-    text = smollm2_tokenizer.decode(expected[:7])  # type: ignore[attr-defined]  # the eighth ends it
+    text = smollm2_tokenizer.decode(expected[:7])  # type: ignore[attr-defined]  # the eighth token ends the text
     whole = client.chat.completions.create(model=served.model, messages=MESSAGES)  # type: ignore[arg-type]
     assert whole.choices[0].message.content == text
     assert whole.choices[0].finish_reason == "stop"
@@ -75,7 +75,7 @@ def test_a_chat_is_answered_with_the_unsplit_models_words(
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(ids), 8)
     streamed = client.chat.completions.create(model=served.model, messages=MESSAGES, stream=True)  # type: ignore[arg-type]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == text
-    # the next turn starts from what the peers have kept of this one
+    # the next turn reuses the KV cache of this one
     turns = [*MESSAGES, {"role": "assistant", "content": text}, {"role": "user", "content": "And of Italy?"}]
     after = client.chat.completions.create(model=served.model, messages=turns, max_tokens=1)  # type: ignore[arg-type]
     assert after.usage is not None
@@ -83,7 +83,7 @@ def test_a_chat_is_answered_with_the_unsplit_models_words(
     assert after.usage.prompt_tokens_details.cached_tokens
 
 
-def test_sixty_four_streams_at_once_are_all_exact(served: ServedModel, story: list[str]) -> None:
+def test_sixty_four_streams_at_once_are_all_exact(served: GatewayUnderTest, story: list[str]) -> None:
     async def ask(client: openai.AsyncOpenAI) -> str:
         stream = await client.completions.create(model=served.model, prompt=STORY, max_tokens=6, stream=True)
         return "".join([chunk.choices[0].text async for chunk in stream])
@@ -99,8 +99,8 @@ def test_sixty_four_streams_at_once_are_all_exact(served: ServedModel, story: li
     assert psutil.Process(served.process.pid).memory_info().rss - before < 100 << 20
 
 
-def test_biases_penalties_and_log_probabilities_come_from_the_last_hop(
-    client: openai.OpenAI, served: ServedModel, story: list[str], smollm2_tokenizer: object
+def test_the_last_hop_applies_biases_and_penalties_and_returns_log_probabilities(
+    client: openai.OpenAI, served: GatewayUnderTest, story: list[str], smollm2_tokenizer: object
 ) -> None:
     plain = client.completions.create(model=served.model, prompt=STORY, max_tokens=8, logprobs=3)
     assert plain.choices[0].text == story[8]
@@ -118,19 +118,19 @@ def test_biases_penalties_and_log_probabilities_come_from_the_last_hop(
     assert len(set(words)) > len(set(story[40].split()))
 
 
-def test_a_vanished_client_frees_every_hop(served: ServedModel) -> None:
+def test_a_disconnected_caller_frees_every_hop(served: GatewayUnderTest) -> None:
     body = {"model": served.model, "prompt": STORY, "max_tokens": 2000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
         parts = response.iter_bytes()
-        next(parts)  # kept: a broken-off iterator would close the connection already
+        next(parts)  # the iterator is kept: dropping it would close the connection
         wait_until(lambda: _open_sessions(served) == 2, "its sessions are open")
-    gone_at = time.monotonic()
+    closed_at = time.monotonic()
     wait_until(lambda: _open_sessions(served) == 0, "its sessions are closed")
-    assert time.monotonic() - gone_at < 20  # a second at rest
+    assert time.monotonic() - closed_at < 20  # about a second on an idle machine
 
 
-def test_a_peer_that_is_killed_in_the_middle_of_a_stream_changes_nothing_in_it(
-    client: openai.OpenAI, served: ServedModel, story: list[str]
+def test_a_peer_that_is_killed_during_a_stream_does_not_change_its_text(
+    client: openai.OpenAI, served: GatewayUnderTest, story: list[str]
 ) -> None:
     stream = client.completions.create(model=served.model, prompt=STORY, max_tokens=80, stream=True)
     text = ""
@@ -146,7 +146,7 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_stream_changes_nothing_in_it(
     assert f'swarm_gateway_reroutes_total{{model="{served.model}"}} 1.0' in page
 
 
-def test_a_signal_lets_the_answer_finish_and_ends_with_0(served: ServedModel, story: list[str]) -> None:
+def test_after_a_signal_the_answer_finishes_and_the_exit_code_is_0(served: GatewayUnderTest, story: list[str]) -> None:
     assert httpx.get(f"{served.url}/health").json()["ready"] is True
     body = {"model": served.model, "prompt": STORY, "max_tokens": 80, "stream": True}
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=60) as response:
@@ -157,8 +157,8 @@ def test_a_signal_lets_the_answer_finish_and_ends_with_0(served: ServedModel, st
     assert served.process.wait(60) == 0
 
 
-def _open_sessions(served: ServedModel) -> int:
-    """What the peers' own metrics say."""
+def _open_sessions(served: GatewayUnderTest) -> int:
+    """The number of open sessions in the metrics of all peers."""
     pages = []
     for member in served.members:
         event = member.event("metrics")
@@ -170,7 +170,7 @@ def _open_sessions(served: ServedModel) -> int:
 
 
 @pytest.mark.parametrize(
-    ("words", "variables", "told"),
+    ("words", "variables", "message"),
     [
         ("toy --initial-peer 127.0.0.1:1 --listen 0.0.0.0:0", {}, "--api-key-file"),
         ("--initial-peer 127.0.0.1:1", {}, "--all"),
@@ -181,9 +181,9 @@ def _open_sessions(served: ServedModel) -> int:
         ("", {"API_KEY_FILE": "/nowhere/keys", "DEMO": "1"}, "/nowhere/keys"),
     ],
 )
-def test_the_command_says_what_is_wrong_with_its_options(words: str, variables: dict[str, str], told: str) -> None:
+def test_invalid_options_are_named(words: str, variables: dict[str, str], message: str) -> None:
     environment = os.environ | {f"SWARM_SERVE_{name}": value for name, value in variables.items()}
     command = swarm_command("serve", *words.split())
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert told in done.stderr
+    assert message in done.stderr

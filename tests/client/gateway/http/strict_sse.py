@@ -1,4 +1,4 @@
-"""Server-sent events, read as strictly as the HTML standard's section 9.2.5 lets one."""
+"""A strict parser of server-sent events (HTML standard, section 9.2.5)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def events(body: bytes) -> list[str]:
 
 
 def chunks(body: bytes) -> list[dict[str, Any]]:
-    """Of a completion: JSON objects, then [DONE], then nothing."""
+    """The chunks of a completion: JSON objects, then [DONE] as the last event."""
     data = events(body)
     assert data[-1] == "[DONE]"
     assert "[DONE]" not in data[:-1]
@@ -31,6 +31,6 @@ def chunks(body: bytes) -> list[dict[str, Any]]:
 
 
 def text_of(found: list[dict[str, Any]], index: int = 0) -> str:
-    """What a caller puts together of one choice."""
+    """The text of one choice."""
     choices = [choice for chunk in found for choice in chunk["choices"] if choice["index"] == index]
     return "".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices)

@@ -1,4 +1,4 @@
-"""The page in a browser: one gateway before real peers for all tests, which are in the order of what they break."""
+"""The page in a browser. All tests share one gateway over real peers; those that kill peers come last."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from playwright.sync_api import Browser, Page, expect
 from client.gateway.keys import Keys
 from tests.cases.town import Town
 from tests.client.gateway.page.browser import PATIENCE_MS, PHONE, Visitor, chromium
-from tests.client.gateway.real_gateway import BACK, FRONT, HOSTILE, all_at_home, real_gateway
+from tests.client.gateway.real_gateway import BACK, FRONT, HOSTILE, real_gateway, start_peers
 from tests.client.gateway.toy_gateway import toy_gateway
 from tests.conftest import ChatIds, GreedyReference
 from tests.harness import wait_until
 
 QUESTION = "What is the capital of France?"
 LONG = "Write a long story about a lighthouse."
-SEEN = ".answer[aria-busy=false]"
+FINISHED = ".answer[aria-busy=false]"
 expect.set_options(timeout=PATIENCE_MS)
 
 
 @dataclass
-class ServedModel:
+class GatewayUnderTest:
     town: Town
     url: str
 
@@ -40,10 +40,10 @@ class ServedModel:
 
 
 @pytest.fixture(scope="module")
-def served(gateway_town: Town, smollm2_package: Path) -> Iterator[ServedModel]:
-    all_at_home(gateway_town, smollm2_package)
+def served(gateway_town: Town, smollm2_package: Path) -> Iterator[GatewayUnderTest]:
+    start_peers(gateway_town, smollm2_package)
     with real_gateway(gateway_town["anna"].address) as gateway:
-        yield ServedModel(gateway_town, gateway.url)
+        yield GatewayUnderTest(gateway_town, gateway.url)
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,8 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def someone(browser: Browser, served: ServedModel) -> Visitor:
-    """The browser comes first: without one no peer is started."""
+def visitor(browser: Browser, served: GatewayUnderTest) -> Visitor:
+    """Depends on the browser first: without one no peer is started."""
     return Visitor(browser, served.url)
 
 
@@ -68,25 +68,25 @@ def setting(page: Page, name: str, value: str) -> None:
 
 
 def width_beyond(page: Page) -> int:
-    """Pixels that one has to scroll sideways for."""
+    """Pixels by which the page is wider than the window."""
     beyond: int = page.evaluate("Math.max(...['html', 'main:not([hidden])'].map(s => document.querySelector(s))"
                                 ".map(e => e.scrollWidth - e.clientWidth))")  # fmt: skip
     return beyond
 
 
-def test_a_chat_goes_from_typing_to_the_streamed_answer(
-    someone: Visitor,
+def test_a_question_gets_a_streamed_answer_with_its_hops(
+    visitor: Visitor,
     chat_ids: ChatIds,
     greedy_reference: GreedyReference,
     smollm2_tokenizer: Any,
 ) -> None:
     text = smollm2_tokenizer.decode(greedy_reference(chat_ids(QUESTION), 8)[:7])
-    with someone.visit() as page:
+    with visitor.visit() as page:
         expect(page.get_by_text("30 layers on 2 machines")).to_be_visible()
         ask(page, QUESTION)
-        expect(page.locator(".question .said")).to_have_text(QUESTION)
-        expect(page.locator(f"{SEEN} .said")).to_have_text(text)
-        expect(page.locator(".answer .facts")).to_contain_text(re.compile(r"8 tokens · .* tokens/s · first after"))
+        expect(page.locator(".question .message")).to_have_text(QUESTION)
+        expect(page.locator(f"{FINISHED} .message")).to_have_text(text)
+        expect(page.locator(".answer .stats")).to_contain_text(re.compile(r"8 tokens · .* tokens/s · first after"))
         hops = page.get_by_role("list", name="Hops of this answer").get_by_role("listitem")
         expect(hops).to_contain_text([re.compile(rf"anna.*{FRONT}.* ms"), re.compile(rf"{BACK}.* ms")])
         page.get_by_text("Where the time of a token went").click()
@@ -94,38 +94,38 @@ def test_a_chat_goes_from_typing_to_the_streamed_answer(
 
         # the next turn knows the first one
         ask(page, "And of Italy?")
-        expect(page.locator(SEEN)).to_have_count(2)
+        expect(page.locator(FINISHED)).to_have_count(2)
         for _ in range(2):
             page.get_by_role("button", name=re.compile("Copy as curl|Copied")).last.click()
-        expect(page.get_by_role("button", name="Copy as curl")).to_have_count(2)  # its name comes back
+        expect(page.get_by_role("button", name="Copy as curl")).to_have_count(2)  # its name is restored
         words = shlex.split(page.evaluate("navigator.clipboard.readText()"))
         sent = json.loads(words[words.index("-d") + 1])
         assert [message["content"] for message in sent["messages"]] == [QUESTION, text, "And of Italy?"]
-        assert words[:3] == ["curl", "-N", f"{someone.url}/v1/chat/completions"]
+        assert words[:3] == ["curl", "-N", f"{visitor.url}/v1/chat/completions"]
         assert httpx.post(words[2], json=sent, timeout=60).text.endswith("data: [DONE]\n\n")
 
         page.get_by_role("button", name="New chat").click()
         expect(page.get_by_role("heading", name="Ask the swarm")).to_be_visible()
 
 
-def test_stop_ends_the_answer_on_the_page_and_on_the_hops(someone: Visitor, served: ServedModel) -> None:
-    with someone.visit() as page:
+def test_stop_ends_the_answer_on_the_page_and_on_the_hops(visitor: Visitor, served: GatewayUnderTest) -> None:
+    with visitor.visit() as page:
         for stop in ("button", "key"):
             ask(page, LONG)
             answer = page.locator(".answer").last
-            expect(answer.locator(".said")).to_have_text(re.compile(r"\w+ \w+"))
-            assert answer.get_attribute("aria-busy") == "true"  # streamed: there is text before the end
+            expect(answer.locator(".message")).to_have_text(re.compile(r"\w+ \w+"))
+            assert answer.get_attribute("aria-busy") == "true"  # there is text before the answer is complete
             if stop == "button":
                 page.get_by_role("button", name="Stop").click()
             else:
                 page.keyboard.press("Escape")
-            expect(answer.locator(".facts")).to_contain_text("stopped after")
+            expect(answer.locator(".stats")).to_contain_text("stopped after")
             expect(page.get_by_role("button", name="Send")).to_be_visible()
         wait_until(lambda: not served.state["routes_in_use"], "the hops are free")
 
 
-def test_settings_are_sent_checked_and_kept(someone: Visitor) -> None:
-    with someone.visit() as page:
+def test_settings_are_sent_checked_and_kept(visitor: Visitor) -> None:
+    with visitor.visit() as page:
         page.get_by_role("button", name="Settings").click()
         setting(page, "temperature", "9")
         ask(page, QUESTION)
@@ -145,22 +145,22 @@ def test_settings_are_sent_checked_and_kept(someone: Visitor) -> None:
             "stop": ["Rome", "Oslo"],
             "top_p": None,
         }
-        expect(page.locator(".answer .facts")).to_contain_text("5 tokens")
+        expect(page.locator(".answer .stats")).to_contain_text("5 tokens")
         setting(page, "max_tokens", "1000000")
         ask(page, QUESTION)
-        expect(page.get_by_role("alert")).to_contain_text("the context of")  # a refusal is shown as it is told
+        expect(page.get_by_role("alert")).to_contain_text("the context of")  # the page shows the gateway's message
         setting(page, "max_tokens", "5")
         page.get_by_role("button", name="Try again").click()
-        expect(page.locator(".answer .facts").last).to_contain_text("5 tokens")
+        expect(page.locator(".answer .stats").last).to_contain_text("5 tokens")
         page.reload()
         assert page.locator("#settings [name=seed]").input_value() == "7"
 
 
-def test_the_theme_follows_the_system_until_it_is_chosen(someone: Visitor) -> None:
+def test_the_theme_follows_the_system_until_it_is_chosen(visitor: Visitor) -> None:
     def ground(page: Page) -> str:
         return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
 
-    with someone.visit(theme="dark") as page:
+    with visitor.visit(theme="dark") as page:
         dark = ground(page)
         page.emulate_media(color_scheme="light")
         light = ground(page)
@@ -173,10 +173,10 @@ def test_the_theme_follows_the_system_until_it_is_chosen(someone: Visitor) -> No
         assert ground(page) == dark
 
 
-def test_nothing_is_wider_than_a_phone(someone: Visitor) -> None:
-    with someone.visit(size=PHONE) as page:
+def test_the_page_fits_on_a_phone(visitor: Visitor) -> None:
+    with visitor.visit(size=PHONE) as page:
         ask(page, QUESTION)
-        expect(page.locator(SEEN)).to_be_visible()
+        expect(page.locator(FINISHED)).to_be_visible()
         page.get_by_text("Where the time of a token went").click()
         assert width_beyond(page) <= 0
         page.get_by_role("button", name="Settings").click()
@@ -187,26 +187,26 @@ def test_nothing_is_wider_than_a_phone(someone: Visitor) -> None:
         assert width_beyond(page) <= 0
 
 
-def test_the_keyboard_reaches_everything(someone: Visitor) -> None:
+def test_everything_works_with_the_keyboard(visitor: Visitor) -> None:
     def tab_to(page: Page, *, what: str, back: bool = False) -> None:
         for _ in range(30):
             page.keyboard.press("Shift+Tab" if back else "Tab")
-            seen = page.evaluate(
+            focused = page.evaluate(
                 "[document.activeElement.innerText, document.activeElement.ariaLabel].join(' ').trim()"
             )
-            if what in seen:
+            if what in focused:
                 assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
                 return
         pytest.fail(f"{what} was not reached")
 
-    with someone.visit() as page:
+    with visitor.visit() as page:
         expect(page.get_by_label("Your message")).to_be_focused()
         page.keyboard.type("Hello")
         page.keyboard.press("Shift+Enter")
         page.keyboard.type("there")
         assert page.get_by_label("Your message").input_value() == "Hello\nthere"
         page.keyboard.press("Enter")
-        expect(page.locator(".answer .said")).to_have_text(re.compile(r"\w"))
+        expect(page.locator(".answer .message")).to_have_text(re.compile(r"\w"))
         page.keyboard.press("Escape")
         tab_to(page, what="Copy as curl", back=True)
         page.keyboard.press("Enter")
@@ -221,16 +221,16 @@ def test_the_keyboard_reaches_everything(someone: Visitor) -> None:
         expect(page.get_by_role("table")).to_be_visible()
 
 
-def test_names_from_the_swarm_are_text(someone: Visitor) -> None:
-    with someone.visit("#swarm") as page:
+def test_names_from_the_swarm_are_text(visitor: Visitor) -> None:
+    with visitor.visit("#swarm") as page:
         expect(page.get_by_role("rowheader").filter(has_text=HOSTILE)).to_be_visible()
         assert page.locator("#swarm img").count() == 0
-        # and the browser would not even let the page make markup of it
+        # The browser also forbids the page to make markup.
         assert page.evaluate("try { document.body.innerHTML = '' } catch (error) { error.name }") == "TypeError"
 
 
-def test_events_are_read_whatever_the_pieces(someone: Visitor) -> None:
-    with someone.visit() as page:
+def test_events_are_parsed_from_pieces_of_any_size(visitor: Visitor) -> None:
+    with visitor.visit() as page:
         found = page.evaluate("""async () => {
             const { EventParser } = await import("/api.js");
             const text = ": still here\\n\\ndata: one\\r\\n\\r\\ndata: two\\ndata:three\\n\\ndata: unfinished";
@@ -243,26 +243,26 @@ def test_events_are_read_whatever_the_pieces(someone: Visitor) -> None:
         assert all(each == ["one", "two\nthree"] for each in found)
 
 
-def test_a_swarm_without_models_says_so_until_there_is_one(someone: Visitor) -> None:
-    with someone.visit() as page:
-        told = page.evaluate("""async () => {
+def test_a_swarm_without_models_says_so_until_there_is_one(visitor: Visitor) -> None:
+    with visitor.visit() as page:
+        texts = page.evaluate("""async () => {
             const { SwarmView } = await import("/swarm.js");
             const [view, models] = [new SwarmView(), document.getElementById("models")];
             const shown = (state) => (view.show(state), models.innerText || models.textContent);
             const state = await (await fetch("/api/swarm")).json();
             return [{ models: [] }, { models: [] }, state].map(shown);
         }""")
-        assert [text.count("No model is offered yet.") for text in told] == [1, 1, 0]
+        assert [text.count("No model is offered yet.") for text in texts] == [1, 1, 0]
 
 
-def test_a_key_is_asked_for_where_the_gateway_wants_one(someone: Visitor) -> None:
+def test_the_page_asks_for_a_key_where_the_gateway_needs_one(visitor: Visitor) -> None:
     with toy_gateway(keys=Keys(["sk-the-key-of-tests"])) as gateway:
-        keyed = Visitor(someone.browser, gateway.url)
+        keyed = Visitor(visitor.browser, gateway.url)
         with keyed.visit() as page:
             page.get_by_label("Key", exact=True).fill("wrong")
             page.keyboard.press("Enter")
-            expect(page.locator("#key-told")).to_contain_text("does not take this key")
-            page.keyboard.press("Escape")  # who does not want to is not asked again, until there is a question
+            expect(page.locator("#key-message")).to_contain_text("does not accept this key")
+            page.keyboard.press("Escape")  # the dialog returns only with the next question
             expect(page.get_by_role("dialog")).to_be_hidden()
             ask(page, "abc")
             expect(page.get_by_role("dialog")).to_be_visible()
@@ -275,46 +275,50 @@ def test_a_key_is_asked_for_where_the_gateway_wants_one(someone: Visitor) -> Non
             page.get_by_role("button", name="New chat").click()
             expect(page.get_by_text("layers on 3 machines")).to_be_visible()
             ask(page, "abc")
-            expect(page.locator(".answer .facts")).to_contain_text("tokens")
+            expect(page.locator(".answer .stats")).to_contain_text("tokens")
             page.get_by_role("link", name="Swarm", exact=True).click()
             expect(page.get_by_role("row")).to_have_count(5)
-        refused = [text for text in keyed.complaints if "401" not in text]  # a browser's own word for each
+        refused = [text for text in keyed.complaints if "401" not in text]  # the browser's message for each refusal
         assert refused == []
 
 
-def test_a_peer_that_is_killed_is_seen_to_die_while_the_answer_goes_on(
-    someone: Visitor, served: ServedModel, chat_ids: ChatIds, greedy_reference: GreedyReference, smollm2_tokenizer: Any
+def test_a_killed_peer_is_shown_while_the_answer_goes_on(
+    visitor: Visitor,
+    served: GatewayUnderTest,
+    chat_ids: ChatIds,
+    greedy_reference: GreedyReference,
+    smollm2_tokenizer: Any,
 ) -> None:
     text = smollm2_tokenizer.decode(greedy_reference(chat_ids(LONG), 120))
-    with someone.visit("#swarm") as watching, someone.visit() as talking:
+    with visitor.visit("#swarm") as watching, visitor.visit() as talking:
         rows = watching.locator(".peers tbody tr")
         expect(rows).to_have_count(3)
         assert set(rows.evaluate_all("rows => rows.map(row => row.dataset.condition)")) == {"serving"}
-        expect(watching.get_by_text("the next answer's way")).to_be_visible()
+        expect(watching.get_by_text("the next answer's route")).to_be_visible()
         talking.get_by_role("button", name="Settings").click()
         setting(talking, "max_tokens", "120")
         ask(talking, LONG)
-        expect(talking.locator(".answer .said")).to_have_text(re.compile(r"\w+ \w+"))
+        expect(talking.locator(".answer .message")).to_have_text(re.compile(r"\w+ \w+"))
         (route,) = (r for r in served.state["routes_in_use"] if r["tokens"] > 1)
         victim = route["hops"][1]
         served.town[victim["name"]].kill()
 
         row = watching.locator(f"""tr[data-peer="{victim["peer_id"]}"]""")
         expect(row).to_have_attribute("data-condition", re.compile("lost|gone"))
-        expect(row).to_contain_text(victim["name"])  # it fades and keeps its place
+        expect(row).to_contain_text(victim["name"])  # its row fades and stays
         events = watching.get_by_role("log", name="What happened")
         expect(events).to_contain_text(re.compile(re.escape(victim["name"]) + " (does not answer|is gone)"))
         expect(rows).to_have_count(3)
 
-        expect(talking.locator(f"{SEEN} .said")).to_have_text(text)
-        expect(talking.locator(".answer .facts")).to_contain_text("route mended 1 time")
+        expect(talking.locator(f"{FINISHED} .message")).to_have_text(text)
+        expect(talking.locator(".answer .stats")).to_contain_text("route repaired 1 time")
 
         served.town["anna"].kill()
         expect(watching.get_by_text("not covered")).to_be_visible()
         expect(events).to_contain_text(f"nobody serves the layers {FRONT}")
 
 
-def test_nothing_was_complained_of_and_nobody_else_was_asked(someone: Visitor) -> None:
-    provoked = re.compile("400|TrustedHTML")  # an answer that is too long; markup made by a test
-    assert [text for text in someone.complaints if not provoked.search(text)] == []
-    assert {url for url in someone.asked if not url.startswith(f"{someone.url}/")} == set()
+def test_the_browser_logged_no_errors_and_requested_no_other_site(visitor: Visitor) -> None:
+    provoked = re.compile("400|TrustedHTML")  # a refused request; markup made by a test
+    assert [text for text in visitor.complaints if not provoked.search(text)] == []
+    assert {url for url in visitor.requested if not url.startswith(f"{visitor.url}/")} == set()

@@ -1,4 +1,4 @@
-"""The page's files, read: what no browser is needed for."""
+"""Checks of the page's files that need no browser."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ ELSEWHERE = re.compile(r"(?:https?:)?//(?!www\.w3\.org/2000/svg)[\w-]+\.[\w.]+")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_a_file_makes_no_markup_asks_nobody_else_and_holds_one_idea(path: Path) -> None:
+def test_a_file_makes_no_markup_requests_no_other_site_and_is_short(path: Path) -> None:
     text = path.read_text()
     assert MARKUP.findall(text) == []
     assert ELSEWHERE.findall(text) == []
     assert len(text.splitlines()) <= 400
-    # the policy forbids what stands in the markup itself
+    # The content security policy forbids inline scripts and styles.
     assert not re.search(r"<script>|<style|\sstyle=|\son\w+=", text) or path.suffix != ".html"
 
 
-def test_everybody_gets_the_page_and_no_policy_is_missing() -> None:
+def test_the_page_needs_no_key_and_has_its_security_headers() -> None:
     with toy_gateway(keys=Keys(["sk-the-key-of-tests"])) as gateway:
-        for path in ["", *(path.name for path in FILES)]:  # `api.js` is no part of the API
+        for path in ["", *(path.name for path in FILES)]:  # `/api.js` is not under `/api/`
             response = gateway.http.get(f"/{path}")
             assert response.status_code == 200, path
             assert response.headers["cache-control"] == "no-cache"
@@ -37,19 +37,19 @@ def test_everybody_gets_the_page_and_no_policy_is_missing() -> None:
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_text_can_be_told_from_its_ground(theme: int) -> None:
+def test_text_has_enough_contrast_on_its_ground(theme: int) -> None:
     pairs = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\);", (PAGE / "base.css").read_text())
     colours = {name: pair[theme] for name, *pair in pairs}
     grounds = {"ink": "ground raised sunken", "soft": "ground raised sunken", "accent": "ground", "warn": "ground"}
     grounds |= {"bad": "ground bad-tint", "on-accent": "accent", "focus": "raised"}
-    for text, under in grounds.items():
-        for ground in under.split():
-            least = 3 if text == "focus" else 4.5
-            assert contrast(colours[text], colours[ground]) >= least, (text, ground)
+    for text, names in grounds.items():
+        for ground in names.split():
+            min_contrast = 3 if text == "focus" else 4.5
+            assert contrast(colours[text], colours[ground]) >= min_contrast, (text, ground)
 
 
 def contrast(one: str, other: str) -> float:
-    """WCAG 2's ratio of two colours, 1 to 21."""
+    """The contrast ratio of two colours by WCAG 2, 1 to 21."""
     low, high = sorted(map(luminance, (one, other)))
     return (high + 0.05) / (low + 0.05)
 
