@@ -59,7 +59,7 @@ def failure_to_error(failure: Failure, sender: str) -> SwarmError:
     if issubclass(kind, PeerError):
         return kind(text, peer=peer, retry_after=_bounded(failure.retry_after))
     if issubclass(kind, NotCovered):
-        return kind(text, _pairs(failure))
+        return kind(text, _missing_layers(failure))
     return kind(text)
 
 
@@ -80,7 +80,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def _pairs(failure: Failure) -> list[tuple[int, int]]:
+def _missing_layers(failure: Failure) -> list[tuple[int, int]]:
     edges = failure.detail.get("missing", ())
     if not isinstance(edges, (list, tuple)):
         return []
@@ -88,12 +88,12 @@ def _pairs(failure: Failure) -> list[tuple[int, int]]:
     return [(first, last) for first, last in zip(numbers[::2], numbers[1::2], strict=False) if 0 <= first < last]
 
 
-def _tree(kind: type[SwarmError]) -> Iterator[type[SwarmError]]:
+def _subtree(kind: type[SwarmError]) -> Iterator[type[SwarmError]]:
     yield kind
     for child in kind.__subclasses__():
         if child.__module__ == errors.__name__:
-            yield from _tree(child)
+            yield from _subtree(child)
 
 
-_CODES = {kind.code: kind for base in (RouteError, StepError, DirectoryError, PeerError) for kind in _tree(base)}
+_CODES = {kind.code: kind for base in (RouteError, StepError, DirectoryError, PeerError) for kind in _subtree(base)}
 """Errors with the same meaning on both sides. All other codes are errors of the sender's own machine."""

@@ -116,7 +116,7 @@ def test_a_failure_of_a_request_before_hello_is_refused() -> None:
 
 def test_after_a_failure_of_the_connection_nothing_is_sent_or_received() -> None:
     pair = Pair.opened()
-    last = Failure(code="remote_protocol", text="nonsense")
+    last = Failure(code="remote_protocol", text="invalid")
     assert pair.to_caller(last) == [last]
     assert pair.states == (State.CLOSED, State.CLOSED)
     for side, message in ((pair.caller, AskDht(request=1)), (pair.peer, Pong(request=1, time=0.0))):
