@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm.errors import ConfigError
-from swarm.wire.protocol import MAX_HEADER, MAX_PAYLOAD
+from swarm.wire.protocol import MAX_PAYLOAD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,6 @@ class Limits:
     `max_unsent`, the connection is aborted.
     """
 
-    max_header: int = MAX_HEADER
     max_payload: int = MAX_PAYLOAD
     max_unread: int = 16 << 20
     high_water: int = 1 << 20

@@ -59,7 +59,7 @@ class Stream(asyncio.Protocol):
         self.peer_id = ""
         self.remote = ""
         self.limits = limits
-        self._connection = Connection(role, max_header=limits.max_header, max_payload=limits.max_payload)
+        self._connection = Connection(role, max_payload=limits.max_payload)
         self._transport: asyncio.Transport | None = None
         self._inbox: collections.deque[tuple[Message | SwarmError, int]] = collections.deque()
         self._unread = 0

@@ -107,12 +107,12 @@ def ends_connection(message: Message) -> bool:
 class Connection:
     """One side of a connection. `receive_data` takes received bytes; `data_to_send` gives the bytes to send."""
 
-    def __init__(self, role: Role, *, max_header: int = MAX_HEADER, max_payload: int = MAX_PAYLOAD) -> None:
+    def __init__(self, role: Role, *, max_payload: int = MAX_PAYLOAD) -> None:
         self.role = role
         self.receive_failed = False
-        self._max_header = max_header
+
         self._max_payload = max_payload
-        self._framer = Framer(max_header=min(MAX_HELLO, max_header), max_payload=0)
+        self._framer = Framer(max_header=MAX_HELLO, max_payload=0)
         self._set_state(State.START)
 
     def allow_payload(self, size: int) -> None:
@@ -189,4 +189,4 @@ class Connection:
         self.state = state
         self._sendable, self._receivable = _TABLE[state, self.role], _TABLE[state, self.role.other]
         if state is State.OPEN:
-            self._framer.max_header, self._framer.max_payload = self._max_header, self._max_payload
+            self._framer.max_header, self._framer.max_payload = MAX_HEADER, self._max_payload
