@@ -274,7 +274,8 @@ async def check_peer(address: Address, listen_address: Address) -> AsyncIterator
 
 def check_clock(skew: float, address: Address) -> Finding:
     """Judge `skew`, the peer's clock minus this machine's, in seconds."""
-    text = f"the clock of {address.place} is {abs(skew):.2f} s {'ahead of' if skew > 0 else 'behind'} this machine's"
+    direction = "ahead of" if skew > 0 else "behind"
+    text = f"the clock of {address.place} is {abs(skew):.2f} s {direction} this machine's"
     values = {"skew_s": skew}
     if abs(skew) > MAX_SKEW_S:
         advice = f"over {MAX_SKEW_S:.0f} s the DHT refuses it: set both clocks by NTP (timedatectl set-ntp true)"

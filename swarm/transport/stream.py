@@ -37,7 +37,7 @@ from swarm.wire.protocol import Connection, Role, ends_connection
 
 logger = logging.getLogger(__name__)
 
-# Up to this size, copying a message into a TLS record with others costs less than a record of its own.
+# Up to this size, copying a message's buffers into one TLS record costs less than a record for each.
 _MAX_SMALL_MESSAGE = 16 << 10
 _MAX_COALESCED = 64 << 10
 # Memory of a small message beyond its bytes.
@@ -311,9 +311,8 @@ async def _open_connection(address: Address, stream: Stream) -> None:
         reason = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
         raise _unreachable(address, f"cannot be reached ({reason})") from error
     if address.peer_id and address.peer_id != stream.peer_id:
-        raise WrongPeer(
-            f"{address.place} is peer {stream.peer_id}, not {address.peer_id}: check the address", peer=address.peer_id
-        )
+        text = f"{address.place} is peer {stream.peer_id}, not {address.peer_id}: check the address"
+        raise WrongPeer(text, peer=address.peer_id)
 
 
 def _unreachable(address: Address, what: str) -> PeerUnreachable:
@@ -335,7 +334,7 @@ async def listen(
 
     A connection ends when its `handle` returns or raises. A SwarmError is sent to the caller as a Failure. Any other
     exception is a bug: it is logged and sent as `peer_failed`. Over `max_connections`, a caller gets `peer_busy`,
-    unless `make_room` returns True because it ended another connection. Raises ConfigError if the port cannot be bound.
+    unless `make_room` ended another connection and returns True. Raises ConfigError if the port cannot be bound.
     """
     handler = _ConnectionHandler(peer_context(identity), hello, handle, limits, max_connections, make_room)
     # A caller that gets `peer_busy` needs a connection for it.

@@ -1,4 +1,4 @@
-"""Encode messages to frames and decode them. A field's annotation selects its codec: see `_FIELD_CODECS`.
+"""Encode messages to header and payload, and decode them. A field's annotation selects its codec: see `_FIELD_CODECS`.
 
 A header is a msgpack map: `kind`, then the fields by name. A field with its default value may be omitted.
 Tensors and `Bulk` bytes follow each other in the payload, in the order of the fields; the header has their
@@ -279,20 +279,20 @@ def read_message(plain: Mapping[str, Plain], payload: memoryview) -> Message:
         missing, extra = layout.required - plain.keys(), {str(key)[:40] for key in plain.keys() - layout.names}
         what = f"lacks {', '.join(sorted(missing))}" if missing else f"has the unknown field {min(extra)!r}"
         raise RemoteProtocolError(f"{layout.message.__name__} {what}")
-    pieces = _PayloadReader(payload)
+    reader = _PayloadReader(payload)
     try:
         values = {}
         for name, types, codec, _ in layout.fields:
             if name not in plain:
                 continue
             if codec is not None:
-                values[name] = codec.read(name, plain, pieces)
+                values[name] = codec.read(name, plain, reader)
             elif type(plain[name]) in types:
                 values[name] = plain[name]
             else:
                 raise _invalid(name, plain[name])
-        if pieces.remaining:
-            raise RemoteProtocolError(f"its payload has {pieces.remaining} bytes too many")
+        if reader.remaining:
+            raise RemoteProtocolError(f"its payload has {reader.remaining} bytes too many")
         return layout.message(**values)
     except RemoteProtocolError as error:
         raise RemoteProtocolError(f"{layout.message.__name__}: {error}") from error

@@ -110,7 +110,6 @@ class Connection:
     def __init__(self, role: Role, *, max_payload: int = MAX_PAYLOAD) -> None:
         self.role = role
         self.receive_failed = False
-
         self._max_payload = max_payload
         self._framer = Framer(max_header=MAX_HELLO, max_payload=0)
         self._set_state(State.START)
