@@ -90,7 +90,7 @@ def demo_swarm(console: Console, *, peers: int, precision: Precision) -> Iterato
 async def _generate_answer(
     addresses: list[str], manifest: Manifest, prompt: str, config: GenerationConfig, console: Console, *, stream: bool
 ) -> Reply:
-    """Show the route, then generate the answer and show it as it arrives if `stream`."""
+    """Show the route, then generate the answer, and print it as it arrives if `stream`."""
     console.print(Picture(await _inspect_route(addresses, manifest)))
     show_prompt(console, prompt)
     async with (

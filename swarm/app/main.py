@@ -128,7 +128,7 @@ class SwarmGroup(TyperGroup):
 
 
 def _exit_if_interrupted(error: BaseException) -> None:
-    """Exit if Ctrl-C caused `error`: during the import of a compiled module it is raised as an ImportError."""
+    """Exit if Ctrl-C is a cause of `error`: the import of a compiled module turns it into an ImportError."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:  # An error can be its own cause.
