@@ -192,7 +192,7 @@ class LocalSwarm:
                 time.sleep(_TICK_S)
 
     def stop(self, grace_s: float = _GRACE_S) -> None:
-        """End all members: SIGINT, SIGTERM after `grace_s`, SIGKILL 2 s later. If interrupted, it kills them at once."""
+        """End all members: SIGINT, SIGTERM after `grace_s`, SIGKILL 2 s later. If interrupted, it kills at once."""
         try:
             for number, timeout_s in ((signal.SIGINT, grace_s), (signal.SIGTERM, 2.0)):
                 for member in self.members:
