@@ -362,7 +362,7 @@ class _ConnectionHandler:
             logger.debug("the connection from %s ended: %s", stream, error)
             stream.send_failure(error)
         except SwarmError as error:
-            logger.info("the connection from %s is refused: %s", stream, error)
+            logger.info("closing the connection from %s: %s", stream, error)
             stream.send_failure(error)
         except Exception:
             logger.exception("a bug ended the connection from %s", stream)
