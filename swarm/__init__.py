@@ -1,3 +1,3 @@
-"""The floor that peers, clients and exporters stand on."""
+"""The common packages of peers, clients and the exporter."""
 
 __version__ = "0.1.0"

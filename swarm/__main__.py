@@ -1,4 +1,4 @@
-"""`python -m swarm` is the command `swarm`."""
+"""`python -m swarm` runs the command `swarm`."""
 
 from swarm.app.main import main
 

@@ -2,37 +2,37 @@
 
 ::
 
-    SwarmError                       exit  whose fault           does a retry help?
-    ├── ConfigError                   2    the caller's          no: change the named value
-    │   └── AddressError              2    the caller's          no: write HOST:PORT[#PEER_ID]
-    ├── RequestError                  2    the HTTP caller's     no: change what it names; 429: yes
-    ├── PackageError                  4    the files'            no: fetch or export again
-    │   ├── DamagedFile               4    the named file's      after it was replaced
-    │   └── UnsupportedModel          4    the model's           no: it cannot be cut
-    ├── EngineError                   5    this machine's        no: it surfaces as it is
-    ├── DirectoryError                6    the DHT's             yes: later, or another bootstrap
-    ├── RouteError                    3    nobody serves it
-    │   ├── NotCovered                3    layers are missing    when a peer joins
-    │   ├── UnknownModel              3    the name's            when somebody serves it
-    │   └── MixedModels               3    one name, two digests no: name the digest
+    SwarmError                       exit  at fault, or cause     does a retry help?
+    ├── ConfigError                   2    the caller             no: change the named value
+    │   └── AddressError              2    the caller             no: write HOST:PORT[#PEER_ID]
+    ├── RequestError                  2    the HTTP caller        no: change the named parameter; 429: yes
+    ├── PackageError                  4    the package's files    no: fetch or export again
+    │   ├── DamagedFile               4    the named file         after it was replaced
+    │   └── UnsupportedModel          4    the model              no: it cannot be split into parts
+    ├── EngineError                   5    this machine           no: the client does not repair it
+    ├── DirectoryError                6    the DHT                yes: later, or with another initial peer
+    ├── RouteError                    3    no route
+    │   ├── NotCovered                3    layers are missing     when a peer joins
+    │   ├── UnknownModel              3    no such name           when a peer serves it
+    │   └── MixedModels               3    one name, two digests  no: name the digest
     ├── ProtocolError
-    │   ├── LocalProtocolError        5    our own code's        no
-    │   └── RemoteProtocolError       7    the other side's      elsewhere
-    ├── StepError                          the step's sender's   no: the step is wrong
-    │   ├── BadStep                   5    malformed step        no
-    │   ├── UnknownSession            7    expired or restarted  yes: open again, feed known tokens
-    │   └── ContextExceeded           8    the text is too long  no: shorten it
-    └── PeerError                     7    the named peer's      yes: on another peer
+    │   ├── LocalProtocolError        5    this program           no
+    │   └── RemoteProtocolError       7    the other side         on another peer
+    ├── StepError                          the step's sender      no: the step is wrong
+    │   ├── BadStep                   5    malformed step         no
+    │   ├── UnknownSession            7    expired or restarted   yes: open it again, send the known tokens
+    │   └── ContextExceeded           8    the text is too long   no: shorten it
+    └── PeerError                     7    the named peer         yes: on another peer
         ├── PeerUnreachable                no connection
         ├── PeerLost                       the connection broke
         ├── PeerStalled                    a deadline passed
-        ├── PeerBusy                       no room; says when     yes: after `retry_after` seconds
-        ├── PeerLeaving                    it said that it goes
-        ├── PeerFailed                     it said so itself (its device, its disk)
+        ├── PeerBusy                       no room                yes: after `retry_after` seconds
+        ├── PeerLeaving                    the peer announced that it stops
+        ├── PeerFailed                     an error on the peer (device, disk, bug)
         └── WrongPeer                      another key than expected at this address
 
-`code` is the word for it on the wire (`wire.messages.Failure`); `exit_code` is the command's.
-An error that is not in this tree is a bug of this program and is never blamed on a peer.
+`code` identifies the error on the wire (`wire.messages.Failure`). `exit_code` is the exit code of the command.
+An exception outside this tree is a bug of this program and is never attributed to a peer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from typing import ClassVar
 
 
 class SwarmError(Exception):
-    """Base of all. `str(error)` is one sentence for a person: what happened and what to do next."""
+    """The base class. `str(error)` is one sentence for a person: what happened and what to do next."""
 
     code: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 1
@@ -59,8 +59,8 @@ class AddressError(ConfigError):
 
 
 class RequestError(SwarmError):
-    """An HTTP request that the gateway refuses: with which `status`, for what `reason` (a word), and about which
-    `param`. `retry_after` is in seconds."""
+    """The gateway refuses an HTTP request with `status`. `reason` is one word; `param` names the parameter.
+    `retry_after` is in seconds."""
 
     code = "request"
     exit_code = 2
@@ -112,8 +112,8 @@ class RouteError(SwarmError):
 
 
 class NotCovered(RouteError):
-    """Nobody serves these layers. `missing` holds half-open (first, last) pairs. `full`: somebody does, and has no
-    room now."""
+    """No peer serves the layers in `missing`, which holds half-open (first, last) pairs. With `full`, peers serve
+    them but have no room now."""
 
     code = "not_covered"
 
@@ -168,7 +168,7 @@ class ContextExceeded(StepError):
 
 
 class PeerError(SwarmError):
-    """`peer` is the id of the peer at fault, where it is known; `retry_after` is in seconds."""
+    """`peer` is the id of the peer at fault, empty if unknown. `retry_after` is in seconds."""
 
     code = "peer"
     exit_code = 7
@@ -209,6 +209,6 @@ class WrongPeer(PeerError):
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error to show of tasks that failed together: a bug before one of ours."""
+    """The error to show of tasks that failed together: a bug if there is one, else the first SwarmError."""
     errors = [first_error(error) if isinstance(error, BaseExceptionGroup) else error for error in group.exceptions]
     return min(errors, key=lambda error: isinstance(error, SwarmError))

@@ -1,14 +1,13 @@
-"""From logits to a token, the same at every peer.
+"""Sampling: from logits to a token, with the same result on every peer.
 
-Sampling runs at the last hop, not at the client: an answer is then a few bytes a position instead of
-4 x vocabulary (197 KB for SmolLM2), which decides the speed over a slow link. The random numbers of a
-position are a function of (seed, position) alone, so the same seed gives the same text whatever the
-layout of peers, after a repair, and with or without drafts.
+Sampling runs at the last hop, not at the client: an answer is a few bytes a position instead of 4 x vocabulary
+(197 KB for SmolLM2), which decides the speed over a slow link. The random numbers of a position depend only on
+(seed, position): the same seed gives the same text for any route, after a repair, and with or without drafts.
 
-Each token has a number of its own there, and the token wins whose number, weighed by its share, is
-smallest (Gumbel's trick in its exponential form). Two models with nearly the same distribution then draw
-nearly always the same token (Daliri et al. 2024: with a chance of (1 - TV) / (1 + TV) or more), which is
-what a draft lives on; an inversion of cumulated shares loses that where many small shares add up.
+Each position has a random number for each token, and the token with the smallest number divided by its probability
+is chosen (the Gumbel-max trick in its exponential form). Two models with nearly the same distribution then nearly
+always choose the same token (Daliri et al. 2024: with a probability of at least (1 - TV) / (1 + TV)), which makes
+drafts effective. Inverting the cumulative distribution loses that when many small probabilities add up.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from swarm.errors import BadStep, ConfigError
 
 MAX_LOGPROBS = 64
 MAX_LOGIT_BIAS = 300
-LOGITS = ("", "f16", "f32")
-# sorting a whole vocabulary takes milliseconds, and top-p mostly ends within its first hundreds
-_FIRST = 256
+LOGITS_DTYPES = ("", "f16", "f32")
+# Sorting a whole vocabulary takes milliseconds, and top-p mostly needs only the most likely hundreds.
+_FIRST_CANDIDATES = 256
 _GROWTH = 8
 _ROUNDING = 1e-9
 _NO_IDS = np.empty(0, np.int32)
@@ -33,15 +32,15 @@ _NO_IDS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is chosen; names and meaning as in Hugging Face's GenerationConfig.
+    """How tokens are sampled. Names and meaning as in Hugging Face's GenerationConfig.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 switch the filter
-    off. `logprobs` asks for that many of the likeliest tokens beside the chosen one, `logits` (`f16` or `f32`) for
-    all that the model gave for a position: 4 or 2 bytes for each token that there is.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 have no effect. `logprobs`
+    requests the log-probabilities of the chosen and of that many most likely tokens. `logits` (`f16` or `f32`)
+    requests all logits of a position, in 2 or 4 bytes each.
 
-    As in OpenAI's API: `presence_penalty` is subtracted from the score of each token that the answer has already,
-    `frequency_penalty` for each time that it has it; the answer begins at position `answer_start`. `logit_bias`
-    holds (token id, what is added to its score).
+    As in OpenAI's API: `presence_penalty` is subtracted from the score of each token that is in the answer,
+    `frequency_penalty` once for each occurrence; the answer starts at position `answer_start`. `logit_bias` holds
+    pairs (token id, number added to its score).
 
     >>> Sampling(temperature=0.7, top_p=0.9, seed=7).greedy
     False
@@ -73,7 +72,7 @@ class Sampling:
         _check_integer("seed", self.seed, 0, (1 << 63) - 1)
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.logits not in LOGITS:
+        if self.logits not in LOGITS_DTYPES:
             raise ConfigError(f"logits is {self.logits!r}; it must be f16 or f32, or empty for none")
 
     @property
@@ -82,25 +81,24 @@ class Sampling:
 
     @property
     def looks_back(self) -> bool:
-        """Whether the tokens before weigh on the next."""
-        return self.repetition_penalty != 1.0 or self._counts
+        """Whether the previous tokens affect the scores."""
+        return self.repetition_penalty != 1.0 or self._penalises_answer
 
     @property
-    def _counts(self) -> bool:
+    def _penalises_answer(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def filters(self) -> bool:
-        """Whether any token is left out."""
+        """Whether top-k, top-p or min-p may exclude tokens."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A chosen token. `logprob` and `top` (id, logprob; likeliest first), and `logits` [vocab] float32, only where they
-    were asked for.
+    """A sampled token. `logprob`, `top` (id, logprob; most likely first), `logits` [vocab] float32: only if requested.
 
-    Log-probabilities are the model's own: before temperature, penalty and filters.
+    Log-probabilities are the model's own: before temperature, penalties, bias and filters.
     """
 
     token: int
@@ -112,26 +110,26 @@ class Choice:
 def choose(
     logits: NDArray[np.float32], sampling: Sampling, *, position: int, history: NDArray[np.int32] | None = None
 ) -> Choice:
-    """The token for `position`, from logits [vocab] float32 and the ids before it (for the penalties).
+    """Sample the token for `position` from logits [vocab] float32. `history`: all previous ids, for the penalties.
 
-    Raises BadStep where `logit_bias` names a token that the model does not have.
+    Raises BadStep if `logit_bias` names a token that the model does not have.
     """
-    scores = _weigh(logits, sampling, _NO_IDS if history is None else history)
+    scores = _adjust_scores(logits, sampling, _NO_IDS if history is None else history)
     token = int(scores.argmax()) if sampling.greedy else _draw(scores, sampling, position)
-    kept = logits if sampling.logits else None
+    requested = logits if sampling.logits else None
     if sampling.logprobs is None:
-        return Choice(token=token, logits=kept)
+        return Choice(token=token, logits=requested)
     logprobs = _log_softmax(logits)
     best = _likeliest(logprobs, sampling.logprobs) if sampling.logprobs else ()
     top = tuple((int(i), float(logprobs[i])) for i in best)
-    return Choice(token=token, logprob=float(logprobs[token]), top=top, logits=kept)
+    return Choice(token=token, logprob=float(logprobs[token]), top=top, logits=requested)
 
 
 def probabilities(scores: NDArray[np.float32], sampling: Sampling) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
-    """The distribution after temperature, top-k, top-p and min-p: ids, likeliest first, and their shares.
+    """The distribution after temperature, top-k, top-p and min-p: ids, most likely first, and their probabilities.
 
-    Where no filter cuts the tail off, the whole vocabulary is sorted, which takes longer than a small model's
-    decode step: drawing goes another way then.
+    Without filters it sorts the whole vocabulary, which takes longer than a small model's decode step. `_draw` avoids
+    it in that case.
     """
     scaled = _scaled(scores, sampling)
     weights = np.exp(scaled)
@@ -140,17 +138,17 @@ def probabilities(scores: NDArray[np.float32], sampling: Sampling) -> tuple[NDAr
     if not sampling.filters:
         return order, shares
     if sampling.top_p < 1.0:
-        # the smallest set whose sum reaches top_p; the likeliest always stays
+        # The smallest set whose sum reaches top_p. The most likely token always stays.
         count = int(np.searchsorted(np.cumsum(shares), sampling.top_p)) + 1
         order, shares = order[:count], shares[:count]
     if sampling.min_p > 0.0:
-        kept = shares >= sampling.min_p * shares[0]
-        order, shares = order[kept], shares[kept]
+        above_min_p = shares >= sampling.min_p * shares[0]
+        order, shares = order[above_min_p], shares[above_min_p]
     return order, shares / shares.sum()
 
 
 def _scaled(scores: NDArray[np.float32], sampling: Sampling) -> NDArray[np.float64]:
-    """From the largest, which is 0, down: a temperature near 0 makes the others -inf, and nothing NaN."""
+    """Scores minus the largest, over the temperature: with a temperature near 0 the others become -inf, never NaN."""
     wide = scores.astype(np.float64)
     with np.errstate(over="ignore"):
         scaled: NDArray[np.float64] = (wide - wide.max()) / sampling.temperature
@@ -158,13 +156,13 @@ def _scaled(scores: NDArray[np.float32], sampling: Sampling) -> NDArray[np.float
 
 
 def _candidates(scaled: NDArray[np.float64], weights: NDArray[np.float64], sampling: Sampling) -> NDArray[np.intp]:
-    """Ids, likeliest first, of all that the filters can leave. Both arrays [vocab]; `weights` not normalised."""
+    """Ids, most likely first, of all tokens that may pass the filters. Arrays [vocab]; `weights` not normalised."""
     if sampling.top_k:
         return _likeliest(scaled, sampling.top_k)
     if sampling.min_p > 0.0 and sampling.top_p == 1.0:
-        # the likeliest weighs 1; a share may be rounded the other way than its weight
+        # The largest weight is 1. `_ROUNDING`: a probability may be rounded in the other direction than its weight.
         return _likeliest(scaled, int((weights >= sampling.min_p * (1 - _ROUNDING)).sum()))
-    count = _FIRST if sampling.top_p < 1.0 else len(scaled)
+    count = _FIRST_CANDIDATES if sampling.top_p < 1.0 else len(scaled)
     wanted = sampling.top_p * weights.sum() * (1 + _ROUNDING)
     while (order := _likeliest(scaled, count)).size < len(scaled) and weights[order].sum() < wanted:
         count *= _GROWTH
@@ -172,29 +170,29 @@ def _candidates(scaled: NDArray[np.float64], weights: NDArray[np.float64], sampl
 
 
 def _likeliest(scores: NDArray[np.float64], count: int) -> NDArray[np.intp]:
-    """Ids of the `count` highest of `scores` [vocab], highest first and equals in their order."""
-    place = len(scores) - count
-    # everything as high as the last of them is a candidate, then a stable order decides
-    candidates = np.flatnonzero(scores >= np.partition(scores, place)[place]) if place > 0 else np.arange(len(scores))
+    """Ids of the `count` highest of `scores` [vocab], highest first, equal ones by id."""
+    rank = len(scores) - count
+    # All ids with at least the lowest of these scores are candidates; the stable sort then decides between equals.
+    candidates = np.flatnonzero(scores >= np.partition(scores, rank)[rank]) if rank > 0 else np.arange(len(scores))
     return candidates[np.argsort(-scores[candidates], kind="stable")][:count]
 
 
 def _draw(scores: NDArray[np.float32], sampling: Sampling, position: int) -> int:
     numbers = np.random.Generator(np.random.Philox(key=[sampling.seed, position])).standard_exponential(len(scores))
-    with np.errstate(divide="ignore", over="ignore"):  # a share of 0 never wins
+    with np.errstate(divide="ignore", over="ignore"):  # A token of probability 0 gets infinity and is never chosen.
         if not sampling.filters:
             return int((numbers / np.exp(_scaled(scores, sampling))).argmin())
         ids, shares = probabilities(scores, sampling)
         return int(ids[(numbers[ids] / shares).argmin()])
 
 
-def _weigh(logits: NDArray[np.float32], sampling: Sampling, history: NDArray[np.int32]) -> NDArray[np.float32]:
-    """The scores [vocab] after penalties and bias; `logits` themselves where there is none of them."""
+def _adjust_scores(logits: NDArray[np.float32], sampling: Sampling, history: NDArray[np.int32]) -> NDArray[np.float32]:
+    """The scores [vocab] after penalties and bias; the array `logits` itself if there are none."""
     scores = logits
     if sampling.repetition_penalty != 1.0 and len(history):
         scores = _penalise(logits, history, sampling.repetition_penalty)
     answer = history[sampling.answer_start :]
-    if sampling._counts and len(answer):
+    if sampling._penalises_answer and len(answer):
         seen, counts = np.unique(answer, return_counts=True)
         scores = logits.copy() if scores is logits else scores
         scores[seen] -= sampling.presence_penalty + sampling.frequency_penalty * counts.astype(np.float32)
@@ -202,13 +200,13 @@ def _weigh(logits: NDArray[np.float32], sampling: Sampling, history: NDArray[np.
         scores = logits.copy() if scores is logits else scores
         for token, bias in sampling.logit_bias:
             if token >= len(scores):
-                raise BadStep(f"logit_bias names token {token}, and the model has {len(scores)}")
+                raise BadStep(f"logit_bias names token {token}; the model has {len(scores)} tokens, from 0")
             scores[token] += bias
     return scores
 
 
 def _penalise(logits: NDArray[np.float32], history: NDArray[np.int32], penalty: float) -> NDArray[np.float32]:
-    """Keskar et al. 2019, section 4.1, as Hugging Face does it: toward zero above, away from it below."""
+    """The repetition penalty of Keskar et al. 2019, section 4.1, with Hugging Face's rule for negative scores."""
     scores = logits.copy()
     seen = np.unique(history)
     scores[seen] = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)

@@ -1,1 +1,1 @@
-"""The command `swarm` and what only it uses: demo, doctor, serve, a swarm of local processes. Nothing imports this."""
+"""The command `swarm` with its demo, doctor, serve and local swarm. No other package imports this one."""

@@ -1,4 +1,4 @@
-"""`swarm demo`: the main job on one machine. A real model, real peers, one answer, and where its time went."""
+"""`swarm demo`: a real model served by local peers answers one prompt, followed by a table of the time it took."""
 
 from __future__ import annotations
 
@@ -42,27 +42,28 @@ from swarm.transport.address import Address
 from swarm.transport.hello import client_hello
 
 PROMPT = "Name three things that bees do."
-GRID = even_grid(30)  # the model's, known before its file is here
-_KV_TOKENS = 8192  # the one context of the model; more would only reserve memory
+GRID = even_grid(30)  # The demo model's grid, needed before its file is downloaded.
+_KV_TOKENS = 8192  # The model's context. The demo runs one session: more would only reserve memory.
 
 
 def demo(
-    prompt: Annotated[str, typer.Option(help="What to ask.")] = PROMPT,
+    prompt: Annotated[str, typer.Option(help="The prompt.")] = PROMPT,
     peers: Annotated[int, typer.Option(min=1, help="How many peers share the layers.")] = 3,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens that the answer may have.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of the answer, in tokens.")] = 128,
     precision: Annotated[
-        Precision, typer.Option(help="f32, which gives the unsplit model's tokens, or the device's default.")
+        Precision,
+        typer.Option(help="accuracy: f32, with the tokens of the unsplit model; performance: the device's default."),
     ] = "accuracy",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
 ) -> None:
-    """Get a small model, cut it into layers, start peers that find each other, and stream an answer across them.
+    """Download a small model, split it into layers, start peers that find each other, and stream an answer across them.
 
     Everything runs on this machine and is stopped at the end.
     """
     config = GenerationConfig(max_new_tokens=max_new_tokens)
     console = messages()
     with demo_swarm(console, peers=peers, precision=precision) as (swarm, manifest):
-        reply = event_loop.run(_ask(swarm.addresses, manifest, prompt, config, console, stream=not as_json))
+        reply = event_loop.run(_generate_answer(swarm.addresses, manifest, prompt, config, console, stream=not as_json))
         console.print("\nstopping the peers", style="dim")
     if as_json:
         write_json(reply.to_plain(), indent=None)
@@ -73,46 +74,46 @@ def demo(
 
 @contextmanager
 def demo_swarm(console: Console, *, peers: int, precision: Precision) -> Iterator[tuple[LocalSwarm, Manifest]]:
-    """The demo model, served by `peers` peers on this machine, which are stopped at the end."""
-    check_ways(GRID, peers)  # said before anything is downloaded
+    """Serve the demo model by `peers` peers on this machine until the context ends."""
+    check_ways(GRID, peers)  # Fail before anything is downloaded.
     package = prepare_package(console)
     manifest = load_manifest(package)
     spans = balanced_spans(manifest, peers)
     threads = max(1, (os.cpu_count() or 1) // peers)
     options = ["--precision", precision, "--threads", str(threads), "--kv-tokens", str(_KV_TOKENS), "--grace", "1"]
     with _log_folder() as folder, LocalSwarm(folder, options=options) as swarm:
-        with _Startup(console, spans) as startup:
-            swarm.serve(package, spans, progress=startup.hear)
+        with _StartupProgress(console, spans) as startup:
+            swarm.serve(package, spans, progress=startup.on_event)
         yield swarm, manifest
 
 
-async def _ask(
+async def _generate_answer(
     addresses: list[str], manifest: Manifest, prompt: str, config: GenerationConfig, console: Console, *, stream: bool
 ) -> Reply:
-    """Show the route, then the answer as it comes."""
-    console.print(Picture(await _look(addresses, manifest)))
+    """Show the route, then generate the answer, and print it as it arrives if `stream`."""
+    console.print(Picture(await _inspect_route(addresses, manifest)))
     show_prompt(console, prompt)
     async with (
         await SwarmClient.connect(manifest.digest, initial_peers=addresses) as client,
         aclosing(client.generate(prompt, config)) as pieces,
     ):
-        return await collect(_shown(pieces) if stream else pieces)
+        return await collect(_print_pieces(pieces) if stream else pieces)
 
 
 def show_prompt(console: Console, prompt: str) -> None:
     console.print(f"\n{prompt}\n", style="bold")
 
 
-async def _shown(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
-    """The same pieces; their text goes to stdout on the way."""
+async def _print_pieces(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+    """Pass the pieces on and write their text to stdout."""
     async for piece in pieces:
         sys.stdout.write(piece.text + "\n" * (piece.finish_reason is not None))
         sys.stdout.flush()
         yield piece
 
 
-async def _look(addresses: list[str], manifest: Manifest) -> Inspection:
-    """What `swarm routes` shows."""
+async def _inspect_route(addresses: list[str], manifest: Manifest) -> Inspection:
+    """The route and its peers, as `swarm routes` shows them."""
     directory = PeerDirectory([Address.parse(text) for text in addresses], hello=client_hello())
     try:
         records = await find_peers(directory, manifest.digest, now=time.time())
@@ -129,18 +130,18 @@ async def _look(addresses: list[str], manifest: Manifest) -> Inspection:
 
 
 def prepare_package(console: Console) -> Path:
-    """The demo model's package in the cache, exported if it is not there, exported again if it is damaged."""
-    with _bar(console) as report:
+    """The folder of the demo model's package in the cache. Exports it if it is missing or damaged."""
+    with _progress_bars(console) as report:
         gguf = fetch_demo_model(cache_folder(), report)
     package = cache_folder() / "demo" / f"{gguf.stem}-{sha256_of(gguf)[:12]}-{__version__}"
     if _is_whole(package):
-        return package  # a cache that others filled may be read-only
-    with locked(package):  # two demos at once export once
+        return package  # Without the lock: the cache may be read-only.
+    with locked(package):  # Of two demos at the same time, only one exports.
         if not _is_whole(package):
-            from export.package.from_graph import export_package  # loads OpenVINO, which later runs need not wait for
+            from export.package.from_graph import export_package  # Loads OpenVINO: slow, and only needed here.
 
             shutil.rmtree(package, ignore_errors=True)
-            with _bar(console) as report:
+            with _progress_bars(console) as report:
                 export_package(gguf, package, progress=report)
             console.print(f"exported to {package}", style="dim", soft_wrap=True)
     return package
@@ -156,8 +157,8 @@ def _is_whole(package: Path) -> bool:
 
 
 @contextmanager
-def _bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for each thing that is reported; none where nothing is."""
+def _progress_bars(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """A function that reports progress, with a progress bar for each description."""
     columns = (
         TextColumn("{task.description:28}", markup=False),
         BarColumn(),
@@ -180,20 +181,20 @@ def _bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 
 @contextmanager
 def _log_folder() -> Iterator[Path]:
-    """Where peers write. Kept where something failed: the error names a log in it."""
+    """A folder for the peers' logs. It is kept after an error, which names a log in it."""
     folder = Path(tempfile.mkdtemp(prefix="swarm-demo-"))
     try:
         yield folder
     except BaseException as error:
-        # an interrupt is no failure, nor is a reader of stdout that has enough
+        # Neither an interrupt nor a closed stdout is an error.
         if not isinstance(error, Exception) or isinstance(error, BrokenPipeError):
             shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Startup:
-    """A line for each peer with the phase that it is in."""
+class _StartupProgress:
+    """Shows a line with the current phase of each peer."""
 
     def __init__(self, console: Console, spans: Sequence[LayerRange]) -> None:
         columns = (
@@ -203,10 +204,10 @@ class _Startup:
         )
         self._progress = Progress(*columns, console=console)
         self._tasks = {
-            span: self._progress.add_task(f"layers {span}", start=False, total=1, phase="waits") for span in spans
+            span: self._progress.add_task(f"layers {span}", start=False, total=1, phase="waiting") for span in spans
         }
 
-    def hear(self, member: Member, event: dict[str, Any]) -> None:
+    def on_event(self, member: Member, event: dict[str, Any]) -> None:
         if member.span is not None:
             task, phase = self._tasks[member.span], str(event["phase"])
             self._progress.start_task(task)
@@ -220,7 +221,7 @@ class _Startup:
         self._progress.stop()
 
 
-# -- where the time went -------------------------------------------------------------------------------------------
+# -- times ---------------------------------------------------------------------------------------------------------
 
 
 def _speed(metrics: Metrics) -> str:
@@ -231,7 +232,7 @@ def _speed(metrics: Metrics) -> str:
 
 
 def _time_table(metrics: Metrics) -> Table:
-    """The average token after the first. The rows add up to it."""
+    """The times of the average token after the first, one row for each hop. The rows add up to the total."""
     table = Table(title="where the time of a token went, in ms", title_justify="left", box=None, pad_edge=False)
     for name in ("hop", "layers"):
         table.add_column(name, no_wrap=True)

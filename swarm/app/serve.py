@@ -1,4 +1,4 @@
-"""The command `swarm serve`: a gateway to a swarm, or to a demo of one on this machine."""
+"""`swarm serve`: a gateway to a swarm, or to a demo swarm on this machine."""
 
 from __future__ import annotations
 
@@ -29,60 +29,64 @@ from swarm.transport.address import Address
 def serve(
     models: Annotated[
         list[str] | None,
-        typer.Argument(metavar="MODEL...", help="Packages' directories, or names or digests of models served."),
+        typer.Argument(metavar="MODEL...", help="Directories of packages, or names or digests of models to serve."),
     ] = None,
     initial_peers: Annotated[
         list[str] | None,
-        typer.Option("--initial-peer", metavar="HOST:PORT[#PEER_ID]", help="A peer to start from; may be given again."),
+        typer.Option("--initial-peer", metavar="HOST:PORT[#PEER_ID]", help="A peer to start from; repeatable."),
     ] = None,
     all_models: Annotated[bool, typer.Option("--all", help="Offer every model that the swarm serves.")] = False,
-    demo: Annotated[bool, typer.Option("--demo", help="Start a swarm on this machine first, as `swarm demo`.")] = False,
-    peers: Annotated[int, typer.Option(min=1, help="How many peers --demo starts.")] = 3,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Start a swarm on this machine first, like `swarm demo`.")
+    ] = False,
+    peers: Annotated[int, typer.Option(min=1, help="Number of peers that --demo starts.")] = 3,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 takes a free one.")
     ] = DEFAULT_LISTEN.place,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="A file with the API keys that are let in, one a line.")
+        Path | None, typer.Option(help="A file with the accepted API keys, one on each line.")
     ] = None,
-    no_auth: Annotated[bool, typer.Option("--no-auth", help="Let everybody in who reaches it, from anywhere.")] = False,
+    no_auth: Annotated[
+        bool, typer.Option("--no-auth", help="Accept requests without an API key from anywhere.")
+    ] = False,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(metavar="https://HOST", help="Let pages of this origin use it (CORS); may be given again."),
+        typer.Option(metavar="https://HOST", help="Accept requests of pages of this origin (CORS); repeatable."),
     ] = None,
     max_concurrent: Annotated[
-        int, typer.Option(min=1, help="Answers that are made at once.")
+        int, typer.Option(min=1, help="Maximum number of answers generated at the same time.")
     ] = GatewayConfig.max_concurrent,
     max_waiting: Annotated[
-        int, typer.Option(min=0, help="Answers that wait for that; more are told to come back.")
+        int, typer.Option(min=0, help="Maximum number of waiting requests; more are refused with 429.")
     ] = GatewayConfig.max_waiting,
     default_tokens: Annotated[
-        int, typer.Option(min=1, help="The most tokens of a chat's answer where the caller does not say.")
+        int, typer.Option(min=1, help="Maximum length of a chat answer in tokens if the request does not set one.")
     ] = GatewayConfig.default_tokens,
     temperature: Annotated[
-        float, typer.Option(min=0, max=2, help="For callers that do not say; 1 is what OpenAI takes.")
+        float, typer.Option(min=0, max=2, help="The temperature if the request does not set one; OpenAI's is 1.")
     ] = GatewayConfig.temperature,
     draft: DraftOption = AUTO,
     numerics: NumericsOption = "",
     grace: Annotated[
-        float, typer.Option(min=1, help="Seconds that running answers have at the end.")
+        float, typer.Option(min=1, help="Seconds that running answers may take after Ctrl-C.")
     ] = GatewayConfig.grace_s,
     as_json: JsonFlag = False,
 ) -> None:
     """Serve OpenAI's API over a swarm, and a page with a chat and the swarm's state.
 
-    Ctrl-C takes no more requests, lets running answers finish, and ends with 0. Ctrl-C twice ends at once.
+    After Ctrl-C it accepts no more requests, finishes running answers, and exits with 0. Ctrl-C twice exits at once.
     """
-    place = Address.parse(listen, any_port=True)
+    listen_address = Address.parse(listen, any_port=True)
     keys = Keys.read(api_key_file) if api_key_file is not None else None
-    check_exposure(place, keys, no_auth=no_auth)
+    check_exposure(listen_address, keys, no_auth=no_auth)
     if demo and (models or initial_peers or all_models):
-        raise ConfigError("--demo brings its own model and peers: leave MODEL, --initial-peer and --all out")
+        raise ConfigError("--demo has its own model and peers: remove MODEL, --initial-peer and --all")
     if not demo and not models and not all_models:
         raise ConfigError("no model to serve: name one, or add --all; `swarm serve --demo` needs neither")
     if draft not in (AUTO, NGRAM, OFF) and (all_models or len(models or []) > 1):
-        raise ConfigError(f"--draft {draft} drafts for the one model that has its tokenizer: serve that model alone")
+        raise ConfigError(f"--draft {draft} fits only one model, the one with its tokenizer: serve that model alone")
     config = GatewayConfig(
-        listen=place,
+        listen=listen_address,
         keys=keys,
         allow_origins=tuple(allow_origin or ()),
         max_concurrent=max_concurrent,
@@ -98,7 +102,7 @@ def serve(
         from client.gateway.http.server import bind
         from swarm.app.demo import demo_swarm
 
-        bind(place).close()  # said before half a minute is spent on peers
+        bind(listen_address).close()  # Fail before the start of the peers, which takes half a minute.
         with demo_swarm(messages(), peers=peers, precision="accuracy") as (swarm, manifest):
             _serve([manifest.digest], parse_initial_peers(swarm.addresses), config, client_config, False, as_json)
             messages().print("stopping the peers", style="dim")
@@ -114,11 +118,11 @@ def _serve(
     follow: bool,
     as_json: bool,
 ) -> None:
-    # imported now, not above: `swarm serve --help` need not wait for a web server
+    # Imported here: `swarm serve --help` must not wait for the web server's import.
     from client.gateway.run import run
 
-    def listening(place: Address, names: Sequence[str]) -> None:
-        url = f"http://{place.place}"
+    def listening(address: Address, names: Sequence[str]) -> None:
+        url = f"http://{address.place}"
         if as_json:
             write_json({"phase": "listening", "url": url, "models": list(names)}, indent=None)
             return

@@ -1,1 +1,1 @@
-"""What belongs to the operating system: threads, priorities, child processes, folders, the event loop."""
+"""Operating system facilities: threads, priorities, child processes, folders, the event loop."""

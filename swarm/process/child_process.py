@@ -1,9 +1,8 @@
-"""How this program starts another copy of itself: these very packages, wherever the user stands.
+"""Starts child processes that run modules of this installation, in any working directory.
 
-`python -P -m swarm.process.child_process MODULE ...` runs MODULE without reports to OpenVINO's maker, which must be
-prevented before
-anything imports it. Without `-P`, Python puts the working directory first on its path, where a user's `peer.py` or
-`client.py` would be taken for ours.
+`python -P -m swarm.process.child_process MODULE ...` switches OpenVINO's telemetry off before any import, then runs
+MODULE. Without `-P`, Python puts the working directory first on its path, where a user's `peer.py` or `client.py`
+would be imported instead of our packages.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from swarm.process import telemetry
 
 
 def module_command(module: str) -> list[str]:
-    """The command that runs `module` of this program; give it `module_environment()` too."""
+    """The command that runs `module` of this program. Start it with `module_environment()`."""
     return [sys.executable, "-P", "-m", "swarm.process.child_process", module]
 
 
 def module_environment() -> dict[str, str]:
-    """This process's environment, with our packages before all others on the path."""
+    """The environment of this process, with our packages first on Python's path."""
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path}
 

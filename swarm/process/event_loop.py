@@ -1,6 +1,6 @@
-"""The event loop of this program's commands: uvloop where it is there, asyncio's own elsewhere.
+"""The event loop of this program's commands: uvloop if it is installed, else asyncio's.
 
-A program that uses the library runs it on whatever loop it likes.
+The library itself runs on any event loop.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from swarm.process.priority import short_turns
+from swarm.process.priority import use_short_time_slices
 
 T = TypeVar("T")
 
@@ -17,18 +17,18 @@ T = TypeVar("T")
 def new_event_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
-    except ImportError:  # there is none for Windows, nor where it was left out
+    except ImportError:  # uvloop does not support Windows.
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
 
 
 def runner() -> asyncio.Runner:
-    """`asyncio.Runner` on that loop, whose callbacks and sockets cost a step less; this thread has short turns."""
-    short_turns()
+    """An `asyncio.Runner` of `new_event_loop`. Gives this thread short time slices."""
+    use_short_time_slices()
     return asyncio.Runner(loop_factory=new_event_loop)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on that loop."""
-    with runner() as chosen:
-        return chosen.run(main)
+    """`asyncio.run` with `runner`."""
+    with runner() as loop_runner:
+        return loop_runner.run(main)

@@ -1,4 +1,4 @@
-"""Where this program keeps things on a person's machine (the XDG base directories)."""
+"""The folders of this program on a user's machine (XDG base directories)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _NAME = "aipc-swarm"
 
 
 def cache_folder() -> Path:
-    """What can be made again: exported and fetched packages, compiled graphs, the demo model."""
+    """For files that can be created again: exported and fetched packages, compiled graphs, the demo model."""
     return _base("XDG_CACHE_HOME", ".cache") / _NAME
 
 
 def state_folder() -> Path:
-    """What is this machine's own: identities, logs of failures."""
+    """For files of this machine: identities, tracebacks of bugs."""
     return _base("XDG_STATE_HOME", ".local/state") / _NAME
 
 
 def _base(variable: str, default: str) -> Path:
-    given = os.environ.get(variable, "")
-    return Path(given) if given.startswith("/") else Path.home() / default
+    value = os.environ.get(variable, "")
+    return Path(value) if value.startswith("/") else Path.home() / default

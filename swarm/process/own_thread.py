@@ -1,9 +1,9 @@
-"""A thread of its own for calls that change the thread that makes them.
+"""Runs a function in a new thread, for calls that change the state of the calling thread.
 
-OpenVINO (2026.4.1) gives the thread that loads its CPU plugin another stack for signals, and frees that with the
-plugin: also where another thread does so, and where a second plugin in the thread remembers it as the one to go back
-to. In the main thread, which handles the signals, the next Ctrl-C would be a segmentation fault. So whoever holds
-compiled graphs beside others compiles them here.
+OpenVINO (2026.4.1) gives the thread that loads its CPU plugin another signal stack and frees that stack with the
+plugin, even from another thread, and even if a second plugin in the thread has saved it to restore it. In the main
+thread, which handles signals, the next Ctrl-C is then a segmentation fault. Code that compiles several graphs in one
+process therefore compiles them with `run_in_own_thread`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def run_in_own_thread(function: Callable[[], T], begin: Callable[[], None] | None = None) -> T:
-    """`function()` in a thread that ends with it, and does `begin` first. Raises what it raises.
+def run_in_own_thread(function: Callable[[], T], initializer: Callable[[], None] | None = None) -> T:
+    """Run `initializer()`, then `function()`, in a new thread. Returns and raises what `function` does.
 
-    Interrupted, it ends when `function` does.
+    An interrupt takes effect when `function` has returned.
     """
-    with ThreadPoolExecutor(1, initializer=begin) as thread:
+    with ThreadPoolExecutor(1, initializer=initializer) as thread:
         return thread.submit(function).result()

@@ -1,7 +1,6 @@
-"""For whoever collects measurements: what is asked at each scrape, and one page over HTTP for it: GET /metrics, one
-request a connection, nothing else.
+"""Metrics for Prometheus: a collector, and a minimal HTTP server for GET /metrics with one request per connection.
 
-On the floor so that a peer needs no web server for it.
+A peer needs no web server for it.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from swarm.errors import ConfigError
 from swarm.transport.address import Address
 
 _MAX_HEAD = 8 << 10
-_PATIENCE_S = 5.0
-_MAX_AT_ONCE = 16
+_REQUEST_TIMEOUT_S = 5.0
+_MAX_CONNECTIONS = 16
 _TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ScrapeCollector(Collector):
-    """Metrics that `state` tells at each scrape, and not before."""
+    """Calls `state` for the metrics at each scrape, and not at registration."""
 
     def __init__(self, state: Callable[[], Iterator[Metric]]) -> None:
         self._state = state
@@ -34,66 +33,65 @@ class ScrapeCollector(Collector):
         return self._state()
 
     def describe(self) -> list[Metric]:
-        return []  # so that registering asks nothing
+        return []  # Without it, registration would call `collect`.
 
 
 class ScrapePage:
-    """`page` makes what is served, at each request. Whoever says nothing for five seconds is let go."""
+    """Serves the result of `page` for each request. A request may take at most five seconds."""
 
     def __init__(self, page: Callable[[], bytes]) -> None:
         self._page = page
         self._server: asyncio.Server | None = None
-        self._callers = 0
+        self._connections = 0
 
     @property
     def port(self) -> int:
         assert self._server is not None
         return int(self._server.sockets[0].getsockname()[1])
 
-    async def start(self, place: Address) -> None:
-        """Raises ConfigError where it cannot listen at `place`."""
+    async def start(self, address: Address) -> None:
+        """Listen at `address`. Raises ConfigError if that is not possible."""
         try:
-            self._server = await asyncio.start_server(self._serve, place.host, place.port, limit=_MAX_HEAD)
+            self._server = await asyncio.start_server(self._serve, address.host, address.port, limit=_MAX_HEAD)
         except OSError as error:
             hint = "; choose another with --metrics HOST:PORT" if error.errno == errno.EADDRINUSE else ""
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-            raise ConfigError(f"metrics cannot be served at {place.place}: {reason}{hint}") from error
+            raise ConfigError(f"metrics cannot be served at {address.place}: {reason}{hint}") from error
 
     async def close(self) -> None:
-        """Idempotent. Who is being answered is not waited for."""
+        """Stop listening. Idempotent; does not wait for running requests."""
         if self._server is not None:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._callers += 1
+        self._connections += 1
         try:
-            if self._callers <= _MAX_AT_ONCE:
-                async with asyncio.timeout(_PATIENCE_S):
+            if self._connections <= _MAX_CONNECTIONS:
+                async with asyncio.timeout(_REQUEST_TIMEOUT_S):
                     writer.write(self._answer(await reader.readuntil(b"\r\n\r\n")))
                     await writer.drain()
                     writer.close()
                     await writer.wait_closed()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # it is gone, or never meant to ask
+            pass  # The client disconnected, was too slow, or sent no valid request.
         finally:
-            self._callers -= 1
+            self._connections -= 1
             with contextlib.suppress(OSError):
                 writer.transport.abort()
 
     def _answer(self, head: bytes) -> bytes:
         words = head.partition(b"\r\n")[0].split(b" ")
         if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
-            return _response("400 Bad Request", b"this is no HTTP request\n")
+            return _response("400 Bad Request", b"this is not an HTTP request\n")
         if words[0] not in (b"GET", b"HEAD"):
-            return _response("405 Method Not Allowed", b"only GET\n", "allow: GET, HEAD\r\n")
+            return _response("405 Method Not Allowed", b"only GET and HEAD are allowed\n", "allow: GET, HEAD\r\n")
         if words[1].partition(b"?")[0] != b"/metrics":
-            return _response("404 Not Found", b"there is only /metrics\n")
+            return _response("404 Not Found", b"the only path is /metrics\n")
         response = _response("200 OK", self._page())
         return response.partition(b"\r\n\r\n")[0] + b"\r\n\r\n" if words[0] == b"HEAD" else response
 
 
-def _response(status: str, body: bytes, more: str = "") -> bytes:
-    head = (
-        f"HTTP/1.1 {status}\r\ncontent-type: {_TYPE}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n{more}\r\n"
-    )
+def _response(status: str, body: bytes, extra_headers: str = "") -> bytes:
+    length = f"content-length: {len(body)}"
+    head = f"HTTP/1.1 {status}\r\ncontent-type: {_TYPE}\r\n{length}\r\nconnection: close\r\n{extra_headers}\r\n"
     return head.encode() + body

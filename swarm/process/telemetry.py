@@ -1,4 +1,4 @@
-"""No reports to anybody: OpenVINO's Python package tells its maker of each import unless that is prevented."""
+"""Switches off OpenVINO's telemetry: its Python package reports each import to Intel unless this prevents it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import cast
 
 
 def switch_off() -> None:
-    """For this process, if OpenVINO is not imported yet; OpenVINO then uses its own stand-in that does nothing.
+    """Switch telemetry off for this process. Call it before OpenVINO is imported, which then uses its own no-op stub.
 
-    The report goes out from a thread and a child process, which a Ctrl-C in the first half second would hit.
+    The report is sent by a thread and a child process, which a Ctrl-C in the first half second would interrupt.
     """
     sys.modules.setdefault("openvino_telemetry", cast(ModuleType, None))

@@ -1,1 +1,1 @@
-"""Bytes over TLS: streams, requests and answers, listeners, addresses, keys."""
+"""Connections over TCP and TLS: streams, channels of requests and answers, listeners, addresses, keys."""

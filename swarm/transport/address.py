@@ -1,4 +1,4 @@
-"""The one form of address: `HOST:PORT` of any peer, or `HOST:PORT#PEER_ID` to pin whom one expects."""
+"""Addresses of peers: `HOST:PORT`, or `HOST:PORT#PEER_ID` to accept only that peer at the address."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _V6 = re.compile(r"[0-9A-Fa-f:.%a-z]{2,64}")
 
 @dataclass(frozen=True)
 class Address:
-    """Where a peer listens. `peer_id` is empty where nobody in particular is expected.
+    """Where a peer listens. With an empty `peer_id`, any peer is accepted there.
 
     >>> Address.parse("10.0.0.7:31337")
     Address(host='10.0.0.7', port=31337, peer_id='')
@@ -26,12 +26,12 @@ class Address:
 
     @classmethod
     def parse(cls, text: str, *, any_port: bool = False) -> Address:
-        """Read HOST:PORT[#PEER_ID]; `[::1]:PORT` for IPv6. Port 0 only with `any_port` (listening).
+        """Parse HOST:PORT[#PEER_ID]; `[::1]:PORT` for IPv6. Port 0 is valid only with `any_port` (to listen).
 
-        Raises AddressError that quotes the text and says what is wrong with it.
+        Raises an AddressError that quotes the text and says what is wrong with it.
         """
-        place, hashed, peer_id = text.partition("#")
-        host, colon, port_text = place.rpartition(":")
+        host_and_port, hashed, peer_id = text.partition("#")
+        host, colon, port_text = host_and_port.rpartition(":")
         bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
         if text != text.strip() or any(c.isspace() for c in text):
             raise _wrong(text, "it has a space in it")
@@ -44,7 +44,7 @@ class Address:
         if not (port_text.isascii() and port_text.isdigit() and len(port_text) <= 5 and int(port_text) <= 65535):
             raise _wrong(text, f"{port_text!r} is not a port from 1 to 65535")
         if int(port_text) == 0 and not any_port:
-            raise _wrong(text, "port 0 is no address that others can reach")
+            raise _wrong(text, "port 0 cannot be connected to")
         if hashed and not PEER_ID.fullmatch(peer_id):
             raise _wrong(text, f"{peer_id!r} is not a peer id (32 characters a-z, 2-7)")
         return cls(bare, int(port_text), peer_id)

@@ -1,4 +1,4 @@
-"""A caller's side of a stream: answers matched to their requests, everything else passed on."""
+"""The caller's side of a stream: matches answers to requests and passes all other messages on."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ from swarm.wire.messages import Failure, Hello
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer", bound=Message)
-_PINGS = 3
 
 
 def _ignore(_: object) -> None:
-    """Nobody wants to know."""
+    """The default callback."""
 
 
 @dataclass(frozen=True)
-class _Asked:
-    answer: type[Message]
+class _PendingRequest:
+    answer_type: type[Message]
     future: asyncio.Future[Any]
 
 
 class Channel:
-    """Many requests at once over one connection; any number of tasks may ask.
+    """Sends requests over one connection. Any number of tasks may wait for answers at once.
 
-    `on_message` hears what is no answer (outputs, failures of steps, leaving); it must not block, and where it
-    raises, the connection ends. `on_lost` hears once why the connection ended, unless it was closed here.
+    `on_message` receives messages that are no answers (Output, Failure of a step, Leaving). It must not block; if it
+    raises, the connection ends. `on_lost` receives once the error that ended the connection, unless `close` ended it.
     """
 
     def __init__(
@@ -50,9 +49,9 @@ class Channel:
         self._stream = stream
         self._on_message = on_message
         self._on_lost = on_lost
-        self._numbers = itertools.count(1)
-        self._asked: dict[int, _Asked] = {}
-        self._lost: SwarmError | None = None
+        self._request_numbers = itertools.count(1)
+        self._pending: dict[int, _PendingRequest] = {}
+        self._close_error: SwarmError | None = None
         self._reader = asyncio.create_task(self._read(), name=f"channel to {stream}")
 
     @classmethod
@@ -66,7 +65,7 @@ class Channel:
         on_message: Callable[[Message], None] = _ignore,
         on_lost: Callable[[SwarmError], None] = _ignore,
     ) -> Self:
-        """Connect to the first of `addresses` that works. Raises what `stream.connect_any` raises."""
+        """Connect to the first of `addresses` that answers. Raises what `stream.connect_any` raises."""
         stream = await connect_any(addresses, hello, timeout=timeout, limits=limits)
         return cls(stream, on_message=on_message, on_lost=on_lost)
 
@@ -84,38 +83,38 @@ class Channel:
 
     @property
     def closed(self) -> bool:
-        return self._lost is not None
+        return self._close_error is not None
 
     def next_request(self) -> int:
-        return next(self._numbers)
+        return next(self._request_numbers)
 
-    async def ask(self, question: Message, answer: type[Answer], *, timeout: float) -> Answer:
-        """Send `question`, whose `request` is from `next_request`, and wait for its answer.
+    async def ask(self, request: Message, answer_type: type[Answer], *, timeout: float) -> Answer:
+        """Send `request`, whose number is from `next_request`, and wait for its answer.
 
-        Raises the error that a Failure means; PeerStalled after `timeout` seconds; PeerLost if the connection
-        ends. An answer that comes after the asker has gone is dropped.
+        Raises the error of a Failure; PeerStalled after `timeout` seconds; PeerLost if the connection ends.
+        An answer that arrives after the timeout or a cancellation is dropped.
         """
-        request = getattr(question, "request", 0)
-        if not request or request in self._asked:
-            raise LocalProtocolError(f"{type(question).__name__}: request is {request}; take it from next_request()")
-        self.send(question)
-        asked = _Asked(answer, asyncio.get_running_loop().create_future())
-        self._asked[request] = asked
+        number = getattr(request, "request", 0)
+        if not number or number in self._pending:
+            raise LocalProtocolError(f"{type(request).__name__}: request is {number}; take it from next_request()")
+        self.send(request)
+        pending = _PendingRequest(answer_type, asyncio.get_running_loop().create_future())
+        self._pending[number] = pending
         try:
             async with asyncio.timeout(timeout):
-                found: Answer = await asked.future
-                return found
+                result: Answer = await pending.future
+                return result
         except TimeoutError as error:
             raise PeerStalled(
-                f"{self._stream} does not answer {type(question).__name__} within {timeout:g} s", peer=self.peer_id
+                f"{self._stream} does not answer {type(request).__name__} within {timeout:g} s", peer=self.peer_id
             ) from error
         finally:
-            del self._asked[request]
+            del self._pending[number]
 
     def send(self, message: Message, *, at_once: bool = False) -> float:
-        """Queue it; see `Stream.send`. Raises why the connection ended, if it did."""
-        if self._lost is not None:
-            raise self._lost
+        """See `Stream.send`. Raises the error that ended the connection, if it has ended."""
+        if self._close_error is not None:
+            raise self._close_error
         return self._stream.send(message, at_once=at_once)
 
     async def drain(self) -> None:
@@ -123,49 +122,48 @@ class Channel:
         await self._stream.drain()
 
     async def close(self) -> None:
-        """End the connection; whoever still asks gets PeerLost. Idempotent and bounded."""
-        self._end(PeerLost(f"the connection to {self._stream} was closed here", peer=self.peer_id))
+        """Close the connection. Waiting requests raise PeerLost. Idempotent; takes at most `close_timeout_s`."""
+        self._mark_closed(PeerLost(f"the connection to {self._stream} was closed here", peer=self.peer_id))
         self._reader.cancel()
         await self._stream.close()
 
     async def _read(self) -> None:
         try:
             while True:
-                self._sort(await self._stream.receive())
+                self._dispatch(await self._stream.receive())
         except SwarmError as error:
-            lost = error
+            reason = error
         except Exception as error:
             logger.exception("a bug ended the connection to %s", self._stream)
-            lost = LocalProtocolError(f"a bug ended the connection to {self._stream}: {error!r}")
-        if isinstance(lost, RemoteProtocolError):
-            self._stream.fail(lost)
-        if self._end(lost):
-            self._on_lost(lost)
+            reason = LocalProtocolError(f"a bug ended the connection to {self._stream}: {error!r}")
+        if isinstance(reason, RemoteProtocolError):
+            self._stream.send_failure(reason)
+        if self._mark_closed(reason):
+            self._on_lost(reason)
         await self._stream.close()
 
-    def _sort(self, message: Message) -> None:
-        request = getattr(message, "request", 0)
-        if not request:
+    def _dispatch(self, message: Message) -> None:
+        number = getattr(message, "request", 0)
+        if not number:
             self._on_message(message)
             return
-        asked = self._asked.get(request)
-        if asked is None or asked.future.done():
-            logger.debug("%s: the answer to request %d came too late", self._stream, request)
+        pending = self._pending.get(number)
+        if pending is None or pending.future.done():
+            logger.debug("%s: the answer to request %d came too late", self._stream, number)
         elif isinstance(message, Failure):
-            asked.future.set_exception(failure_to_error(message, self.peer_id))
-        elif isinstance(message, asked.answer):
-            asked.future.set_result(message)
+            pending.future.set_exception(failure_to_error(message, self.peer_id))
+        elif isinstance(message, pending.answer_type):
+            pending.future.set_result(message)
         else:
-            raise RemoteProtocolError(
-                f"{self._stream} answers with {type(message).__name__} where {asked.answer.__name__} was asked for"
-            )
+            expected = pending.answer_type.__name__
+            raise RemoteProtocolError(f"{self._stream} answers with {type(message).__name__}, not {expected}")
 
-    def _end(self, error: SwarmError) -> bool:
-        """Mark the end; False where it was marked before."""
-        if self._lost is not None:
+    def _mark_closed(self, error: SwarmError) -> bool:
+        """Fail all waiting requests with `error`. False if the channel was closed before."""
+        if self._close_error is not None:
             return False
-        self._lost = error
-        for asked in self._asked.values():
-            if not asked.future.done():
-                asked.future.set_exception(error)
+        self._close_error = error
+        for pending in self._pending.values():
+            if not pending.future.done():
+                pending.future.set_exception(error)
         return True

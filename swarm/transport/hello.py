@@ -1,4 +1,4 @@
-"""What each side says of itself when it connects."""
+"""The Hello messages of clients and peers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SOFTWARE = f"aipc-swarm/{__version__}"
 
 
 def client_hello(model: str = "") -> Hello:
-    """`model` is the digest that the client means to use, empty if it only asks."""
+    """`model` is the digest that the client will use, empty if it only sends queries."""
     return Hello(protocol=PROTOCOL_VERSION, software=SOFTWARE, role="client", model=model)
 
 

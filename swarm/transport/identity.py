@@ -1,4 +1,4 @@
-"""A peer's key: it signs its notices, backs its TLS certificate, and its fingerprint is the peer's id."""
+"""A peer's Ed25519 key: it signs the peer's notices and TLS certificate, and its fingerprint is the peer id."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from swarm.errors import ConfigError, WrongPeer
 
 _EPOCH = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 _END = datetime.datetime(2120, 1, 1, tzinfo=datetime.UTC)
-_SLOTS = 64
+_MAX_IDENTITIES = 64
 
 
 def peer_id_of(public_key: bytes) -> str:
-    """32 characters of base32: the first 160 bits of the SHA-256 of a raw Ed25519 key."""
+    """The peer id of a raw Ed25519 key: the first 160 bits of its SHA-256, as 32 characters of base32."""
     return base64.b32encode(hashlib.sha256(public_key).digest()[:20]).decode().lower()
 
 
 def peer_id_of_certificate(der: bytes) -> str:
-    """The id that a TLS certificate proves. Raises WrongPeer where it is not an Ed25519 certificate."""
+    """The peer id of a TLS certificate. Raises WrongPeer if it has no Ed25519 key."""
     try:
         key = x509.load_der_x509_certificate(der).public_key()
     except ValueError as error:
         raise WrongPeer(f"the other side's certificate cannot be read: {error}") from error
     if not isinstance(key, Ed25519PublicKey):
-        raise WrongPeer("the other side's certificate is not a peer's: its key is not Ed25519")
+        raise WrongPeer("the other side is not a peer: the key of its certificate is not Ed25519")
     return peer_id_of(key.public_bytes_raw())
 
 
@@ -56,7 +56,7 @@ def verify_signature(public_key: bytes, signature: bytes, message: bytes) -> boo
 
 @dataclass(frozen=True)
 class Identity:
-    """An Ed25519 key pair; made once, kept in a file that only its owner reads."""
+    """An Ed25519 key pair, stored in a file that only its owner can read."""
 
     key: Ed25519PrivateKey = field(repr=False)
 
@@ -66,25 +66,25 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """Read the key at `path`, or make one there (mode 0600). Raises ConfigError naming the path."""
+        """Read the key at `path`, or create one there (mode 0600). Raises a ConfigError that names the path."""
         try:
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 identity = cls.generate()
-                fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
-                with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
+                with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                     file.write(identity.key_pem())
-                # link() fails if somebody else was first: theirs is then the key of this file
+                # link() fails if another process has created the file meanwhile: its key is then used.
                 with contextlib.suppress(FileExistsError):
-                    os.link(fresh, path)
-                fresh.unlink()
+                    os.link(temporary, path)
+                temporary.unlink()
             key = load_pem_private_key(path.read_bytes(), password=None)
         except OSError as error:
             raise ConfigError(f"identity {path} cannot be read or made: {error.strerror}") from error
         except (ValueError, TypeError) as error:
             raise ConfigError(f"identity {path} is not a private key in PEM: {error}") from error
         if not isinstance(key, Ed25519PrivateKey):
-            raise ConfigError(f"identity {path} holds another kind of key than Ed25519; delete it to make a new one")
+            raise ConfigError(f"identity {path} holds another kind of key than Ed25519; delete it to create a new one")
         return cls(key)
 
     @property
@@ -104,7 +104,7 @@ class Identity:
         return self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
     def certificate_pem(self) -> bytes:
-        """Self-signed and without a host name: what is checked is the key, by its fingerprint."""
+        """A self-signed certificate without a host name: the other side checks the fingerprint of its key."""
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, self.peer_id)])
         certificate = (
             x509.CertificateBuilder()
@@ -121,9 +121,9 @@ class Identity:
 
 @contextlib.contextmanager
 def held_identity(path: Path) -> Iterator[Identity]:
-    """The key at `path`, for this process alone while the block runs: two peers never share an id.
+    """Lock the key at `path` for this process until the block ends, so that two peers never share an id.
 
-    Raises ConfigError if another running process holds it.
+    Raises ConfigError if another running process has locked it.
     """
     identity = Identity.load_or_create(path)
     with path.open("rb") as file:
@@ -136,9 +136,9 @@ def held_identity(path: Path) -> Iterator[Identity]:
 
 @contextlib.contextmanager
 def held_default_identity(folder: Path) -> Iterator[Identity]:
-    """The first key in `folder` that no running peer holds: the same peer restarted gets its id back."""
+    """Lock the first key in `folder` that no running process has locked: a restarted peer gets its id again."""
     with contextlib.ExitStack() as stack:
-        for slot in range(_SLOTS):
+        for slot in range(_MAX_IDENTITIES):
             try:
                 identity = stack.enter_context(held_identity(folder / f"identity-{slot}.pem"))
             except ConfigError as error:
@@ -147,4 +147,4 @@ def held_default_identity(folder: Path) -> Iterator[Identity]:
                 raise
             yield identity
             return
-        raise ConfigError(f"all {_SLOTS} identities in {folder} are in use; name another with --identity")
+        raise ConfigError(f"all {_MAX_IDENTITIES} identities in {folder} are in use; name another with --identity")

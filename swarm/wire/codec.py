@@ -1,8 +1,8 @@
-"""Messages to headers and back. How a field travels is said by its annotation: see `_FORMS`.
+"""Encode messages to header and payload, and decode them. A field's annotation selects its codec: see `_FIELD_CODECS`.
 
-A header is a msgpack map: `kind`, then the fields by name; one that has its default may be left out.
-Tensors and `Bulk` bytes lie in the payload, one after the other in the order of the fields; the header has
-their shapes and lengths. Decoding is strict: RemoteProtocolError names the field that is wrong.
+A header is a msgpack map: `kind`, then the fields by name. A field with its default value may be omitted.
+Tensors and `Bulk` bytes follow each other in the payload, in the order of the fields; the header has their
+shapes and lengths. Decoding is strict: a RemoteProtocolError names the field that is wrong.
 """
 
 from __future__ import annotations
@@ -24,90 +24,90 @@ from swarm.wire.messages import HopTrace
 from swarm.wire.tensors import WIRE_SIZES, byte_count, from_bytes, to_bytes
 
 _CONTAINERS = (tuple, dict)
-_RECORDS_KEPT = 64
+_MAX_CACHED_RECORDS = 64
 Plain = Any
-"""What msgpack reads and writes: int, float, str, bytes, None, tuple, dict."""
+"""A value that msgpack reads and writes: int, float, str, bytes, None, tuple, dict."""
 
 
-class _Payload:
-    """A frame's payload, taken piece by piece."""
+class _PayloadReader:
+    """Reads a frame's payload piece by piece."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
-        self._at = 0
+        self._offset = 0
 
     @property
-    def left(self) -> int:
-        return len(self._view) - self._at
+    def remaining(self) -> int:
+        return len(self._view) - self._offset
 
     def take(self, count: int, name: str) -> memoryview:
-        if count > self.left:
-            raise RemoteProtocolError(f"{name} needs {count} bytes where {self.left} are left")
-        piece = self._view[self._at : self._at + count]
-        self._at += count
+        if count > self.remaining:
+            raise RemoteProtocolError(f"{name} needs {count} bytes where {self.remaining} are left")
+        piece = self._view[self._offset : self._offset + count]
+        self._offset += count
         return piece
 
 
-class _Form(Protocol):
-    """How a field's value travels. `plain` on reading is the whole header."""
+class _FieldCodec(Protocol):
+    """Writes and reads one field. `plain` is the whole decoded header."""
 
     def write(self, value: Any, message: Message, payload: list[Buffer]) -> Plain: ...
 
-    def read(self, name: str, plain: Mapping[str, Plain], payload: _Payload) -> Any: ...
+    def read(self, name: str, plain: Mapping[str, Plain], payload: _PayloadReader) -> Any: ...
 
 
-class _Texts:
-    """A tuple of texts, in the header."""
+class _StringTuple:
+    """A tuple of strings, in the header."""
 
     def write(self, value: Any, message: Message, payload: list[Buffer]) -> Plain:
         return value
 
-    def read(self, name: str, plain: Mapping[str, Plain], payload: _Payload) -> Any:
+    def read(self, name: str, plain: Mapping[str, Plain], payload: _PayloadReader) -> Any:
         value = plain[name]
         if type(value) is not tuple or not all(type(text) is str for text in value):
-            raise _wrong(name, value)
+            raise _invalid(name, value)
         return value
 
 
-class _Details:
-    """A map of scalars and of flat lists of them, in the header."""
+class _DetailMap:
+    """A map to scalars and flat lists of scalars, in the header."""
 
     def write(self, value: Any, message: Message, payload: list[Buffer]) -> Plain:
         return dict(value)
 
-    def read(self, name: str, plain: Mapping[str, Plain], payload: _Payload) -> Any:
+    def read(self, name: str, plain: Mapping[str, Plain], payload: _PayloadReader) -> Any:
         value = plain[name]
         if type(value) is not dict:
-            raise _wrong(name, value)
+            raise _invalid(name, value)
         for key, entry in value.items():
             entries = entry if type(entry) is tuple else (entry,)
             if type(key) is not str or not all(type(x) in (int, float, str) for x in entries):
-                raise _wrong(name, key)
+                raise _invalid(name, key)
         return value
 
 
 class _Tensor:
-    """The shape in the header, the numbers in the payload. `dtype` "" means the message's own, in its field `said`."""
+    """The shape in the header, the numbers in the payload. With `dtype` "" the message's `dtype_field` names it."""
 
-    def __init__(self, dtype: str, *, optional: bool = True, said: str = "dtype") -> None:
+    def __init__(self, dtype: str, *, optional: bool = True, dtype_field: str = "dtype") -> None:
         self._dtype = dtype
         self._optional = optional
-        self._said = said
+        self._dtype_field = dtype_field
 
     def write(self, value: Any, message: Message, payload: list[Buffer]) -> Plain:
         if value is None:
             return None
-        payload.append(to_bytes(value, self._dtype or vars(message)[self._said]))
+        payload.append(to_bytes(value, self._dtype or vars(message)[self._dtype_field]))
         return value.shape
 
-    def read(self, name: str, plain: Mapping[str, Plain], payload: _Payload) -> Any:
+    def read(self, name: str, plain: Mapping[str, Plain], payload: _PayloadReader) -> Any:
         shape = plain[name]
         if shape is None and self._optional:
             return None
-        dtype = self._dtype or plain.get(self._said, "f32")
+        dtype = self._dtype or plain.get(self._dtype_field, "f32")
         if type(dtype) is not str or dtype not in WIRE_SIZES:
-            raise _wrong(self._said, dtype)
-        count = byte_count(dtype, shape, name, payload.left)
+            raise _invalid(self._dtype_field, dtype)
+        count = byte_count(dtype, shape, name, payload.remaining)
         return from_bytes(payload.take(count, name), dtype, shape)
 
 
@@ -119,117 +119,117 @@ class _Bulk:
         payload.append(view)
         return len(view)
 
-    def read(self, name: str, plain: Mapping[str, Plain], payload: _Payload) -> Any:
+    def read(self, name: str, plain: Mapping[str, Plain], payload: _PayloadReader) -> Any:
         return _take_bulk(name, plain[name], payload)
 
 
-class _Bulks:
-    """A tuple of them: the lengths in the header, the bytes in the payload."""
+class _BulkTuple:
+    """A tuple of byte strings: the lengths in the header, the bytes in the payload."""
 
     def write(self, value: Any, message: Message, payload: list[Buffer]) -> Plain:
         payload.extend(value)
         return tuple(len(piece) for piece in value)
 
-    def read(self, name: str, plain: Mapping[str, Plain], payload: _Payload) -> Any:
+    def read(self, name: str, plain: Mapping[str, Plain], payload: _PayloadReader) -> Any:
         lengths = plain[name]
         if type(lengths) is not tuple:
-            raise _wrong(name, lengths)
+            raise _invalid(name, lengths)
         return tuple(_take_bulk(name, length, payload) for length in lengths)
 
 
 class _Record:
-    """A small dataclass of scalars, as the tuple of its fields; tuples of them only where it checks those itself."""
+    """A small dataclass as the tuple of its fields: scalars, and tuples where the dataclass itself checks them."""
 
     def __init__(self, record: type) -> None:
         self._record = record
         self._names = tuple(entry.name for entry in fields(record))
         self.to_plain: Callable[[Any], tuple[Plain, ...]] = operator.attrgetter(*self._names)
-        self._nested = {at for at, entry in enumerate(fields(record)) if str(entry.type).startswith("tuple[")}
+        self._nested = {index for index, entry in enumerate(fields(record)) if str(entry.type).startswith("tuple[")}
 
     def write(self, value: Any, message: Message, payload: list[Buffer]) -> Plain:
         return self.to_plain(value)
 
-    def read(self, name: str, plain: Mapping[str, Plain], payload: _Payload) -> Any:
+    def read(self, name: str, plain: Mapping[str, Plain], payload: _PayloadReader) -> Any:
         return self.from_plain(name, plain[name])
 
     def from_plain(self, name: str, values: Plain) -> Any:
         if type(values) is not tuple or len(values) != len(self._names):
-            raise _wrong(name, values)
-        for at, value in enumerate(values):
-            if type(value) in _CONTAINERS and not (at in self._nested and type(value) is tuple):
-                raise _wrong(name, value)
+            raise _invalid(name, values)
+        for index, value in enumerate(values):
+            if type(value) in _CONTAINERS and not (index in self._nested and type(value) is tuple):
+                raise _invalid(name, value)
         try:
             return self._record(**dict(zip(self._names, values, strict=True)))
         except SwarmError as error:
             raise RemoteProtocolError(f"{name}: {error}") from error
 
 
-class _Repeated(_Record):
-    """A record that is mostly the same in one message as in the next: it is made and checked the first time."""
+class _CachedRecord(_Record):
+    """A record that is mostly equal from message to message. It is created and checked once, then cached."""
 
     def __init__(self, record: type) -> None:
         super().__init__(record)
-        self._known = functools.lru_cache(_RECORDS_KEPT, typed=True)(self._made)
+        self._cached = functools.lru_cache(_MAX_CACHED_RECORDS, typed=True)(self._create)
 
     def from_plain(self, name: str, values: Plain) -> Any:
         if type(values) is not tuple:
-            raise _wrong(name, values)
+            raise _invalid(name, values)
         try:
-            return self._known(name, *values)
-        except TypeError:  # there is a map in it, which cannot be looked up
-            return self._made(name, *values)
+            return self._cached(name, *values)
+        except TypeError:  # A value is a map, which is not hashable.
+            return self._create(name, *values)
 
-    def _made(self, name: str, *values: Plain) -> Any:
+    def _create(self, name: str, *values: Plain) -> Any:
         return super().from_plain(name, values)
 
 
-class _Records(_Record):
-    """A tuple of them."""
+class _RecordTuple(_Record):
+    """A tuple of records."""
 
     def write(self, value: Any, message: Message, payload: list[Buffer]) -> Plain:
         return tuple(self.to_plain(record) for record in value)
 
-    def read(self, name: str, plain: Mapping[str, Plain], payload: _Payload) -> Any:
+    def read(self, name: str, plain: Mapping[str, Plain], payload: _PayloadReader) -> Any:
         values = plain[name]
         if type(values) is not tuple:
-            raise _wrong(name, values)
+            raise _invalid(name, values)
         return tuple(self.from_plain(name, value) for value in values)
 
 
 _SCALARS: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "str": (str,), "bytes": (bytes,)}
-"""What lies in the header as it is: most fields, and most messages are small, so no call is spent on each."""
-_FORMS: Mapping[str, _Form] = {
-    "tuple[str, ...]": _Texts(),
-    "Mapping[str, Detail]": _Details(),
-    "Sampling": _Repeated(Sampling),
-    "tuple[HopTrace, ...]": _Records(HopTrace),
+"""Fields that the header holds unchanged. Most fields are scalars, so they skip the call of a codec."""
+_FIELD_CODECS: Mapping[str, _FieldCodec] = {
+    "tuple[str, ...]": _StringTuple(),
+    "Mapping[str, Detail]": _DetailMap(),
+    "Sampling": _CachedRecord(Sampling),
+    "tuple[HopTrace, ...]": _RecordTuple(HopTrace),
     "Ids": _Tensor("i32", optional=False),
     "Ids | None": _Tensor("i32"),
     "Floats | None": _Tensor("f32"),
     "Hidden | None": _Tensor(""),
-    "Logits | None": _Tensor("", said="logits_dtype"),
+    "Logits | None": _Tensor("", dtype_field="logits_dtype"),
     "Bulk": _Bulk(),
-    "tuple[Bulk, ...]": _Bulks(),
+    "tuple[Bulk, ...]": _BulkTuple(),
 }
 
 
-class _Plan:
-    """How one kind of message is written and read."""
+class _MessageLayout:
+    """The fields of one kind of message, with their codecs."""
 
     def __init__(self, message: type[Message]) -> None:
         entries: tuple[Field[Any], ...] = fields(message)  # type: ignore[arg-type]  # each Message is a dataclass
         self.message = message
-        self.fields = tuple((entry.name, *_way_of(str(entry.type)), entry.default) for entry in entries)
+        self.fields = tuple((entry.name, *_codec_for(str(entry.type)), entry.default) for entry in entries)
         self.names = {entry.name for entry in entries} | {"kind"}
         self.required = {
             entry.name for entry in entries if entry.default is MISSING and entry.default_factory is MISSING
         }
 
 
-def _way_of(annotation: str) -> tuple[tuple[type, ...], _Form | None]:
-    """The types of a scalar, or else its form."""
+def _codec_for(annotation: str) -> tuple[tuple[type, ...], _FieldCodec | None]:
+    """The types of a scalar and None, or no types and the codec."""
     types = _SCALARS.get(annotation, ())
-    return types, None if types else _FORMS[annotation]
+    return types, None if types else _FIELD_CODECS[annotation]
 
 
 def _all_messages() -> dict[str, type[Message]]:
@@ -238,26 +238,26 @@ def _all_messages() -> dict[str, type[Message]]:
 
 
 MESSAGES: Mapping[str, type[Message]] = _all_messages()
-_PLANS = {message: _Plan(message) for message in MESSAGES.values()}
+_LAYOUTS = {message: _MessageLayout(message) for message in MESSAGES.values()}
 
 
 def encode(message: Message) -> tuple[bytes, list[Buffer]]:
-    """Header and payload; the payload's parts are views of the message's arrays, not copies.
+    """Encode to a header and a payload, whose parts are views of the message's arrays, not copies.
 
-    Raises LocalProtocolError where a value does not fit what was agreed on.
+    Raises LocalProtocolError if a value does not fit into the agreed dtype.
     """
-    plan = _PLANS[type(message)]
+    layout = _LAYOUTS[type(message)]
     plain: dict[str, Plain] = {"kind": message.kind}
     payload: list[Buffer] = []
-    for name, _, form, default in plan.fields:
+    for name, _, codec, default in layout.fields:
         value = getattr(message, name)
         if value is not default:
-            plain[name] = value if form is None else form.write(value, message, payload)
+            plain[name] = value if codec is None else codec.write(value, message, payload)
     return msgpack.packb(plain), payload
 
 
 def read_header(header: Buffer) -> dict[str, Plain]:
-    """The map in a frame's header, with the `kind` of a known message."""
+    """Decode a frame's header to a map with the `kind` of a known message. Raises RemoteProtocolError."""
     try:
         plain = msgpack.unpackb(header, use_list=False, max_ext_len=0)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
@@ -265,48 +265,48 @@ def read_header(header: Buffer) -> dict[str, Plain]:
     if type(plain) is not dict:
         raise RemoteProtocolError(f"a frame's header is a {type(plain).__name__}, not a map")
     if type(plain.get("kind")) is not str or plain["kind"] not in MESSAGES:
-        raise _wrong("kind", plain.get("kind"))
+        raise _invalid("kind", plain.get("kind"))
     return plain
 
 
 def read_message(plain: Mapping[str, Plain], payload: memoryview) -> Message:
-    """The message that a header (from `read_header`) and its payload make.
+    """Build the message from a header (from `read_header`) and its payload. Raises RemoteProtocolError.
 
     Tensors in f32 and i32 share the payload's memory.
     """
-    plan = _PLANS[MESSAGES[plain["kind"]]]
-    if not plan.required <= plain.keys() <= plan.names:
-        missing, extra = plan.required - plain.keys(), {str(key)[:40] for key in plain.keys() - plan.names}
+    layout = _LAYOUTS[MESSAGES[plain["kind"]]]
+    if not layout.required <= plain.keys() <= layout.names:
+        missing, extra = layout.required - plain.keys(), {str(key)[:40] for key in plain.keys() - layout.names}
         what = f"lacks {', '.join(sorted(missing))}" if missing else f"has the unknown field {min(extra)!r}"
-        raise RemoteProtocolError(f"{plan.message.__name__} {what}")
-    pieces = _Payload(payload)
+        raise RemoteProtocolError(f"{layout.message.__name__} {what}")
+    reader = _PayloadReader(payload)
     try:
         values = {}
-        for name, types, form, _ in plan.fields:
+        for name, types, codec, _ in layout.fields:
             if name not in plain:
                 continue
-            if form is not None:
-                values[name] = form.read(name, plain, pieces)
+            if codec is not None:
+                values[name] = codec.read(name, plain, reader)
             elif type(plain[name]) in types:
                 values[name] = plain[name]
             else:
-                raise _wrong(name, plain[name])
-        if pieces.left:
-            raise RemoteProtocolError(f"its payload has {pieces.left} bytes too many")
-        return plan.message(**values)
+                raise _invalid(name, plain[name])
+        if reader.remaining:
+            raise RemoteProtocolError(f"its payload has {reader.remaining} bytes too many")
+        return layout.message(**values)
     except RemoteProtocolError as error:
-        raise RemoteProtocolError(f"{plan.message.__name__}: {error}") from error
+        raise RemoteProtocolError(f"{layout.message.__name__}: {error}") from error
     except LocalProtocolError as error:
-        raise RemoteProtocolError(str(error)) from error  # what was read breaks the message's own rules
+        raise RemoteProtocolError(str(error)) from error  # The message's own checks refused the received values.
 
 
-def _take_bulk(name: str, length: Plain, payload: _Payload) -> bytes:
+def _take_bulk(name: str, length: Plain, payload: _PayloadReader) -> bytes:
     if type(length) is not int or length < 0:
-        raise _wrong(name, length)
+        raise _invalid(name, length)
     return bytes(payload.take(length, name))
 
 
-def _wrong(name: str, value: Plain) -> RemoteProtocolError:
-    # containers are not shown: their nesting is the other side's choice
+def _invalid(name: str, value: Plain) -> RemoteProtocolError:
+    # Containers are not shown: the other side chooses how deeply they nest.
     shown = repr(value)[:60] if type(value) in (int, float, str, bytes, bool) else f"a {type(value).__name__}"
     return RemoteProtocolError(f"{name} is {shown}")

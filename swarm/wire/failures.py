@@ -1,7 +1,7 @@
 """Errors to Failure messages and back.
 
-What comes back is the error as the receiver must see it. Errors of the sender's own machine (its device,
-its files, its bugs) are `PeerFailed` here; its complaint about *our* bytes is our own bug.
+`failure_to_error` gives the error from the receiver's side. An error of the sender's own machine (its device, its
+files, its bugs) becomes `PeerFailed`. A RemoteProtocolError about our bytes becomes a LocalProtocolError: our bug.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_RETRY_AFTER_S = 3600.0
 def error_to_failure(
     error: SwarmError, *, request: int = 0, session: str = "", epoch: int = 0, step: int = 0
 ) -> Failure:
-    """What to send about `error`: for a request, a step, or (neither) the whole connection."""
+    """Convert `error` to a Failure of a request, of a step, or (with neither) of the whole connection."""
     missing = error.missing if isinstance(error, NotCovered) else ()
     return Failure(
         code=error.code,
@@ -46,7 +46,7 @@ def error_to_failure(
 
 
 def failure_to_error(failure: Failure, sender: str) -> SwarmError:
-    """The error that `failure`, from the peer `sender`, means on this side."""
+    """Convert a `failure` from the peer `sender` to the error that it is on this side."""
     text = printable(failure.text)
     peer = failure.peer or sender
     if failure.code == RemoteProtocolError.code:
@@ -59,16 +59,16 @@ def failure_to_error(failure: Failure, sender: str) -> SwarmError:
     if issubclass(kind, PeerError):
         return kind(text, peer=peer, retry_after=_bounded(failure.retry_after))
     if issubclass(kind, NotCovered):
-        return kind(text, _pairs(failure))
+        return kind(text, _missing_layers(failure))
     return kind(text)
 
 
-def fault_of(peer: str, error: SwarmError, *kept: type[SwarmError]) -> SwarmError:
-    """`error`, where it is a PeerError or one of `kept`; else a PeerFailed that says the same of `peer`.
+def fault_of(peer: str, error: SwarmError, *unchanged: type[SwarmError]) -> SwarmError:
+    """Return `error` if it is a PeerError or one of `unchanged`, else a PeerFailed of `peer` with the same text.
 
-    A peer may answer with any code; no choice of its own makes its failure look like this program's.
+    A peer chooses the code of its answer. With this, no code makes its failure look like an error of this program.
     """
-    return error if isinstance(error, (PeerError, *kept)) else PeerFailed(str(error), peer=peer)
+    return error if isinstance(error, (PeerError, *unchanged)) else PeerFailed(str(error), peer=peer)
 
 
 def _bounded(seconds: float) -> float:
@@ -76,11 +76,11 @@ def _bounded(seconds: float) -> float:
 
 
 def printable(text: str) -> str:
-    """Text from elsewhere, without what would steer a terminal."""
+    """Replace non-printable characters: text from another machine must not control the terminal."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def _pairs(failure: Failure) -> list[tuple[int, int]]:
+def _missing_layers(failure: Failure) -> list[tuple[int, int]]:
     edges = failure.detail.get("missing", ())
     if not isinstance(edges, (list, tuple)):
         return []
@@ -88,12 +88,12 @@ def _pairs(failure: Failure) -> list[tuple[int, int]]:
     return [(first, last) for first, last in zip(numbers[::2], numbers[1::2], strict=False) if 0 <= first < last]
 
 
-def _tree(kind: type[SwarmError]) -> Iterator[type[SwarmError]]:
+def _subtree(kind: type[SwarmError]) -> Iterator[type[SwarmError]]:
     yield kind
     for child in kind.__subclasses__():
         if child.__module__ == errors.__name__:
-            yield from _tree(child)
+            yield from _subtree(child)
 
 
-_CODES = {kind.code: kind for base in (RouteError, StepError, DirectoryError, PeerError) for kind in _tree(base)}
-"""Errors that mean the same here as there. All others are the sender's own trouble."""
+_CODES = {kind.code: kind for base in (RouteError, StepError, DirectoryError, PeerError) for kind in _subtree(base)}
+"""Errors with the same meaning on both sides. All other codes are errors of the sender's own machine."""

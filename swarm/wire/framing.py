@@ -1,7 +1,7 @@
 """Frames: 4 bytes header length, 4 bytes payload length (big-endian), the header, the payload.
 
-Lengths are checked before memory is taken. A payload is received into one buffer of its exact size, so its
-bytes are copied once, however they arrive, and tensors can be views of it.
+Lengths are checked before memory is allocated. A payload is received into one buffer of its exact size: its bytes
+are copied once, however they are split on arrival, and tensors can be views of it.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ _EMPTY = memoryview(b"")
 
 @dataclass(frozen=True)
 class Frame:
-    """One frame as it arrived. `payload` is this frame's own memory, writable."""
+    """One received frame. `payload` is writable memory that no other frame shares."""
 
     header: memoryview
     payload: memoryview
 
 
 class Framer:
-    """Cuts a stream of bytes into frames. `max_header` and `max_payload` (bytes) may change between frames."""
+    """Splits a byte stream into frames. `max_header` and `max_payload` (bytes) may change between frames."""
 
     def __init__(self, *, max_header: int, max_payload: int) -> None:
         self.max_header = max_header
         self.max_payload = max_payload
-        self._begin()
+        self._reset()
 
     @property
     def between_frames(self) -> bool:
-        """Whether all that came in has been given out as frames."""
+        """Whether the bytes received until now end at the end of a frame."""
         return not self._header_length and not self._filled
 
     def feed(self, data: Buffer) -> Iterator[Frame]:
-        """Frames that `data` completes. Exhaust it before the next call.
+        """Yield the frames that `data` completes. Exhaust the iterator before the next call.
 
-        Raises RemoteProtocolError where a length is over its limit; the framer is of no use afterwards.
+        Raises RemoteProtocolError if a length is over its limit. The framer cannot be used afterwards.
         """
         rest = memoryview(data)
         while self.between_frames and len(rest) >= PREFIX.size:
-            # most frames are small and arrive whole
+            # Fast path: most frames are small and arrive in one piece.
             header, payload = self._read_prefix(rest[: PREFIX.size])
             begin = PREFIX.size + header
             if len(rest) < begin + payload:
@@ -55,40 +55,40 @@ class Framer:
             yield Frame(rest[PREFIX.size : begin], memoryview(bytearray(rest[begin : begin + payload])))
             rest = rest[begin + payload :]
         while rest:
-            count = min(len(self._wanted) - self._filled, len(rest))
-            self._wanted[self._filled : self._filled + count] = rest[:count]
+            count = min(len(self._target) - self._filled, len(rest))
+            self._target[self._filled : self._filled + count] = rest[:count]
             self._filled += count
             rest = rest[count:]
-            if self._filled < len(self._wanted):
+            if self._filled < len(self._target):
                 return
             frame = self._advance()
             if frame is not None:
                 yield frame
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._header: memoryview | None = None
         self._header_length = self._payload_length = 0
-        self._want(memoryview(bytearray(PREFIX.size)))
+        self._expect(memoryview(bytearray(PREFIX.size)))
 
-    def _want(self, buffer: memoryview) -> None:
-        self._wanted, self._filled = buffer, 0
+    def _expect(self, buffer: memoryview) -> None:
+        self._target, self._filled = buffer, 0
 
     def _advance(self) -> Frame | None:
-        """What was wanted is complete: the prefix, then the header, then the payload."""
+        """Continue after the current target (prefix, header or payload) is full."""
         if not self._header_length:
-            self._header_length, self._payload_length = self._read_prefix(self._wanted)
-            self._want(memoryview(bytearray(self._header_length)))
+            self._header_length, self._payload_length = self._read_prefix(self._target)
+            self._expect(memoryview(bytearray(self._header_length)))
             return None
         if self._header is None:
-            self._header = self._wanted
+            self._header = self._target
             if self._payload_length:
-                # not zeroed: pages that never arrive are never touched
-                self._want(np.empty(self._payload_length, np.uint8).data)
+                # np.empty does not zero the memory: pages are only touched when their bytes arrive.
+                self._expect(np.empty(self._payload_length, np.uint8).data)
                 return None
             frame = Frame(self._header, _EMPTY)
         else:
-            frame = Frame(self._header, self._wanted)
-        self._begin()
+            frame = Frame(self._header, self._target)
+        self._reset()
         return frame
 
     def _read_prefix(self, prefix: memoryview) -> tuple[int, int]:
@@ -101,9 +101,9 @@ class Framer:
 
 
 def frame_buffers(header: bytes, payload: Sequence[Buffer], *, max_header: int, max_payload: int) -> list[Buffer]:
-    """What to send for one frame, its payload not copied.
+    """The buffers to send for one frame. The payload is not copied.
 
-    Raises LocalProtocolError where it is over a limit: the other side would refuse it.
+    Raises LocalProtocolError if it is over a limit: the other side would refuse it.
     """
     length = sum(map(len, payload))
     if len(header) > max_header or length > max_payload:

@@ -1,30 +1,30 @@
-"""Every message that crosses a connection. Frozen; each checks its own fields.
+"""Messages of sessions and steps; `wire.queries` has the queries. All are frozen dataclasses that check their fields.
 
-A message that is wrong raises LocalProtocolError where it is made: that is a bug of this program. `wire.codec`
-turns it into RemoteProtocolError where the message was read from a connection.
+An invalid message raises LocalProtocolError at construction: a bug of this program. `wire.codec` converts that to
+RemoteProtocolError if the message was read from a connection.
 
-A connection joins a *caller* (who connected: a client, or the peer of the hop before) and a *peer* (who
-listens). Sessions are opened by a client on every hop of its route; steps then run from hop to hop.
+A connection has a *caller* (the side that connected: a client, or the peer of the previous hop) and a *peer* (the
+side that listens). A client opens a session on every hop of its route. Steps then run from hop to hop.
 
 ::
 
-    greeting    caller -> peer  Hello            peer -> caller  Hello | Failure
+    handshake   caller -> peer  Hello            peer -> caller  Hello | Failure
     session     caller -> peer  OpenSession      peer -> caller  SessionOpened | Failure
                                 Link                             Linked | Failure
-                                Attach (hop before, with the secret)  Attached | Failure
+                                Attach (previous hop, with the secret)  Attached | Failure
                                 CloseSession                     SessionClosed
     step        caller -> peer  Forward          peer -> opener  Output | Failure      (last hop, or relayed)
                                                  peer -> next peer  Forward            (every other hop)
-    questions   caller -> peer  Ping             peer -> caller  Pong
+    queries     caller -> peer  Ping             peer -> caller  Pong
                                 AskTopic                         Topic | Failure
                                 AskDht                           DhtAddresses
                                 AskManifest                      ManifestFile | Failure
                                 AskFile                          FilePiece | Failure
                                 AskReach                         Reach
 
-Requests carry a `request` number that their answer repeats; a Failure repeats it too. Steps are matched by
-(session, epoch, step): a client that repairs a route opens its sessions again under the next epoch, and
-what is still under way from an earlier one is dropped where it arrives.
+A request has a `request` number, which its answer or Failure repeats. Steps are matched by (session, epoch, step).
+A client that repairs its route opens its sessions again under the next epoch; the receiver drops messages of
+earlier epochs.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarm.sampling import MAX_LOGPROBS, Sampling
-from swarm.wire.message import NAME, Message, check, is_array, wrong
+from swarm.wire.message import NAME, Message, check, field_error, is_array
 from swarm.wire.tensors import HIDDEN_DTYPES
 
 PROTOCOL_VERSION = 1
 MAX_STEP_TOKENS = 2048
 MAX_STEP_ROWS = 64
-"""Tokens that one step may ask for: choosing each takes milliseconds of the device's thread."""
+"""Limit of tokens that one step may request: sampling each takes milliseconds of the worker's thread."""
 MAX_HOPS = 256
 MAX_PREFIX_BYTES = 32 << 10
 MAX_DETAIL = 32
 MAX_DETAIL_VALUES = 1024
 GREEDY = Sampling()
-_TIMES = ("queue_s", "compute_s", "codec_s", "received_at", "sent_at")
+_TIME_FIELDS = ("queue_s", "compute_s", "codec_s", "received_at", "sent_at")
 
 Ids = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -64,10 +64,10 @@ Detail = Scalar | Sequence[Scalar]
 
 @dataclass(frozen=True, kw_only=True)
 class Hello(Message):
-    """First on every connection, from both sides.
+    """The first message on every connection, from both sides.
 
-    A caller's `model` is the digest that it means to use, empty if it only asks questions; a peer's is
-    the digest that it serves, empty on a bootstrap. `incarnation` tells a restarted peer from before.
+    A caller's `model` is the digest that it will use, empty if it only sends queries. A peer's `model` is the digest
+    that it serves, empty on a bootstrap. `incarnation` distinguishes a restarted peer from the one before.
     """
 
     kind: ClassVar[str] = "hello"
@@ -79,9 +79,9 @@ class Hello(Message):
     incarnation: int = 0
 
     def __post_init__(self) -> None:
-        self._naturals("protocol", "incarnation")
-        self._texts("software", "name")
-        self._names("model")
+        self._check_naturals("protocol", "incarnation")
+        self._check_texts("software", "name")
+        self._check_names("model")
         check(self.role in ("client", "peer"), self, "role")
 
 
@@ -89,14 +89,14 @@ class Hello(Message):
 class OpenSession(Message):
     """Reserve KV cache for `max_tokens` positions over layers `first`:`last` of the peer's span.
 
-    `secret` (16 ... 64 bytes) is what the hop before must show. `dtype` is how hidden states leave this
-    hop: f32, f16, bf16 or int8. Opening a session again, by who opened it, forgets what is cached, keeps the
-    reservation and starts `epoch`.
+    `secret` (16 ... 64 bytes) must be shown by the previous hop in its Attach. `dtype` is the dtype of the hidden
+    states that leave this hop: f32, f16, bf16 or int8. If the opener opens the session again, the peer drops its
+    cache, keeps the reservation and starts `epoch`.
 
-    `prefix` names the text that the session is going to begin with: the name that its chain begins with, then one
-    for each full block of tokens, 16 bytes each (`engine.blocks`). Empty: its cache is nobody else's, now and later.
+    `prefix` identifies the tokens at the session's start: the first hash of the chain, then a hash for each full
+    block of tokens, 16 bytes each (`swarm.engine.paged.blocks`). Empty: the session shares no blocks with others.
 
-    `hops` of the route, this one included: the peer's device is wanted for about that share of the session's time.
+    `hops` is the number of hops in the route: the session uses this peer's device for about 1/`hops` of the time.
     """
 
     kind: ClassVar[str] = "open"
@@ -112,11 +112,11 @@ class OpenSession(Message):
     hops: int = 1
 
     def __post_init__(self) -> None:
-        self._naturals("request", "epoch", "first", "last", "max_tokens", "hops")
+        self._check_naturals("request", "epoch", "first", "last", "max_tokens", "hops")
         check(self.hops >= 1, self, "hops")
         check(isinstance(self.prefix, bytes) and len(self.prefix) <= MAX_PREFIX_BYTES, self, "prefix")
         check(len(self.prefix) % 16 == 0, self, "prefix")
-        self._session()
+        self._check_session()
         check(isinstance(self.secret, bytes) and 16 <= len(self.secret) <= 64, self, "secret")
         check(self.first < self.last, self, "last")
         check(self.dtype in HIDDEN_DTYPES, self, "dtype")
@@ -124,7 +124,7 @@ class OpenSession(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOpened(Message):
-    """Room is there. `kv_free` is what is left for others, in tokens; `held` what is cached already of the prefix."""
+    """Reserved. `kv_free` tokens of KV cache remain for others; `held` tokens of the prefix are cached already."""
 
     kind: ClassVar[str] = "opened"
     request: int
@@ -132,14 +132,14 @@ class SessionOpened(Message):
     held: int = 0
 
     def __post_init__(self) -> None:
-        self._naturals("request", "kv_free", "held")
+        self._check_naturals("request", "kv_free", "held")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link(Message):
-    """Where this hop's hidden states go: to the peer `peer_id` at one of `addresses`, showing `secret`.
+    """Send this hop's hidden states to the peer `peer_id` at one of `addresses`, showing it `secret`.
 
-    Without addresses they come back to the opener as Outputs, who relays them. Linking again replaces.
+    Without addresses they return to the opener as Outputs, which relays them. A later Link replaces this one.
     """
 
     kind: ClassVar[str] = "link"
@@ -151,9 +151,9 @@ class Link(Message):
     secret: bytes = b""
 
     def __post_init__(self) -> None:
-        self._naturals("request", "epoch")
-        self._session()
-        self._names("peer_id")
+        self._check_naturals("request", "epoch")
+        self._check_session()
+        self._check_names("peer_id")
         check(isinstance(self.addresses, tuple) and len(self.addresses) <= 16, self, "addresses")
         for address in self.addresses:
             check(isinstance(address, str) and NAME.fullmatch(address) is not None, self, "addresses")
@@ -166,12 +166,12 @@ class Linked(Message):
     request: int
 
     def __post_init__(self) -> None:
-        self._naturals("request")
+        self._check_naturals("request")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attach(Message):
-    """From the hop before: this connection will bring the steps of `session`; here is the secret."""
+    """From the previous hop: this connection will send the steps of `session`, authorised by `secret`."""
 
     kind: ClassVar[str] = "attach"
     request: int
@@ -180,8 +180,8 @@ class Attach(Message):
     secret: bytes
 
     def __post_init__(self) -> None:
-        self._naturals("request", "epoch")
-        self._session()
+        self._check_naturals("request", "epoch")
+        self._check_session()
         check(isinstance(self.secret, bytes) and len(self.secret) <= 64, self, "secret")
 
 
@@ -191,17 +191,17 @@ class Attached(Message):
     request: int
 
     def __post_init__(self) -> None:
-        self._naturals("request")
+        self._check_naturals("request")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HopTrace:
-    """Where a step's time went on one hop; seconds.
+    """A step's times on one hop, in seconds.
 
-    `queue_s` it waited for the steps before it and for the device, `compute_s` it was on the device; both were
-    measured. `received_at` and `sent_at` are that machine's monotonic clock, comparable between hops only where
-    they share a machine: when the step had been read, and when its result was about to be encoded. `codec_s`
-    is what encoding took in the session's step before, and so comes after `sent_at`.
+    `queue_s`: waiting for earlier steps and for the device. `compute_s`: on the device. `received_at` and `sent_at`:
+    the step was decoded, and its result is about to be encoded, on that machine's monotonic clock (comparable only
+    between hops on one machine). `codec_s`: encoding the result of the session's previous step, because encoding
+    happens after `sent_at`.
     """
 
     peer: str
@@ -213,20 +213,20 @@ class HopTrace:
 
     def __post_init__(self) -> None:
         check(isinstance(self.peer, str) and len(self.peer) <= 64, self, "peer")
-        for name in _TIMES:
+        for name in _TIME_FIELDS:
             value = getattr(self, name)
             if not isinstance(value, float) or not math.isfinite(value):
-                raise wrong(self, name)
+                raise field_error(self, name)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Forward(Message):
-    """Known tokens that are not computed yet, on their way through the hops.
+    """A step: known tokens that are not computed yet, on their way through the hops.
 
-    `tokens` [n] int32 ids go along to the last hop, which needs them for the repetition penalty.
-    `hidden` [n, hidden_size], None on the way to the first hop; on the wire in the dtype that was agreed
-    on, float32 here. The last hop answers for the last `rows` positions (0 for a chunk of a prompt that
-    is not the last). A `start` below the cached length rewinds. `trace` grows by one at every hop.
+    `tokens` [n] int32 ids are passed on to the last hop, which needs them for the repetition penalty.
+    `hidden` [n, hidden_size] float32, on the wire in `dtype`; None on the way to the first hop. The last hop samples
+    for the last `rows` positions (0 for a chunk of a prompt that is not the last). A `start` below the cached length
+    rewinds. Each hop appends to `trace`.
     """
 
     kind: ClassVar[str] = "forward"
@@ -242,8 +242,8 @@ class Forward(Message):
     trace: tuple[HopTrace, ...] = ()
 
     def __post_init__(self) -> None:
-        self._naturals("epoch", "step", "start", "rows")
-        self._session()
+        self._check_naturals("epoch", "step", "start", "rows")
+        self._check_session()
         check(is_array(self.tokens, np.int32, 1) and 0 < len(self.tokens) <= MAX_STEP_TOKENS, self, "tokens")
         check(self.rows <= min(len(self.tokens), MAX_STEP_ROWS), self, "rows")
         check(self.dtype in HIDDEN_DTYPES, self, "dtype")
@@ -252,16 +252,16 @@ class Forward(Message):
         check(len(self.trace) <= MAX_HOPS, self, "trace")
 
     def onward(self, hidden: Hidden | None, dtype: str, trace: tuple[HopTrace, ...]) -> Forward:
-        """The same tokens with what a hop made of them, for the next one.
+        """A copy with this hop's results, for the next hop.
 
-        Once a token and hop, so what was checked when it came is not checked again. Raises LocalProtocolError where
-        `hidden` is not for these tokens, or it came with as many traces as there may be.
+        Skips the checks that passed on receipt: this runs for each token on each hop. Raises LocalProtocolError if
+        `hidden` does not fit the tokens, or `trace` is longer than MAX_HOPS.
         """
-        following = object.__new__(Forward)
-        vars(following).update(vars(self), hidden=hidden, dtype=dtype, trace=trace)
-        following._check_hidden()
-        check(len(trace) <= MAX_HOPS, following, "trace")
-        return following
+        forward = object.__new__(Forward)
+        vars(forward).update(vars(self), hidden=hidden, dtype=dtype, trace=trace)
+        forward._check_hidden()
+        check(len(trace) <= MAX_HOPS, forward, "trace")
+        return forward
 
     def _check_hidden(self) -> None:
         if self.hidden is not None:
@@ -271,12 +271,12 @@ class Forward(Message):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Output(Message):
-    """The answer to a Forward, from the last hop; or a hop's hidden states for the client to relay.
+    """The answer to a Forward from the last hop, or a hop's hidden states for the client to relay.
 
-    `ids` [rows] int32: the token chosen for the position after each of the last `rows` positions.
-    `logprobs` [rows] float32 and `top_ids`, `top_logprobs` [rows, k] only where they were asked for.
-    `logits` [rows, vocab_size] in `logits_dtype` (f16 or f32), only where they were asked for.
-    `hidden` [n, hidden_size] only from a hop that is linked to the client.
+    `ids` [rows] int32: the token sampled for the position after each of the last `rows` positions.
+    `logprobs` [rows] float32 and `top_ids`, `top_logprobs` [rows, k]: only if requested.
+    `logits` [rows, vocab_size] float32, on the wire in `logits_dtype` (f16 or f32): only if requested.
+    `hidden` [n, hidden_size] float32, on the wire in `dtype`: only from a hop that the client relays.
     """
 
     kind: ClassVar[str] = "output"
@@ -294,8 +294,8 @@ class Output(Message):
     trace: tuple[HopTrace, ...] = ()
 
     def __post_init__(self) -> None:
-        self._naturals("epoch", "step")
-        self._session()
+        self._check_naturals("epoch", "step")
+        self._check_session()
         check(is_array(self.ids, np.int32, 1) and len(self.ids) <= MAX_STEP_ROWS, self, "ids")
         rows = len(self.ids)
         if self.logprobs is not None:
@@ -318,15 +318,15 @@ class Output(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class CloseSession(Message):
-    """Give everything back. Closing a session that is not there is answered just the same."""
+    """Free the session's reservation. Closing an unknown session is answered in the same way."""
 
     kind: ClassVar[str] = "close"
     request: int
     session: str
 
     def __post_init__(self) -> None:
-        self._naturals("request")
-        self._session()
+        self._check_naturals("request")
+        self._check_session()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,16 +335,16 @@ class SessionClosed(Message):
     request: int
 
     def __post_init__(self) -> None:
-        self._naturals("request")
+        self._check_naturals("request")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure(Message):
-    """What was asked did not happen. `code` is that of an error in `swarm.errors`.
+    """The error that ended a request (`request` > 0), a step (`session` not empty) or, with neither, the connection,
+    which the sender then closes.
 
-    About a request (`request` > 0), a step (`session` not empty), or the connection (neither: the sender
-    then closes it). `peer` is who is at fault where that is another than the sender.
-    `detail` holds the numbers, for programs.
+    `code` is the `code` of an error in `swarm.errors`. `peer` is the peer at fault if it is not the sender.
+    `detail` holds the error's numbers.
     """
 
     kind: ClassVar[str] = "failure"
@@ -359,10 +359,10 @@ class Failure(Message):
     detail: Mapping[str, Detail] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._naturals("request", "epoch", "step")
-        self._names("session", "peer", "code")
-        self._texts("text")
-        self._numbers("retry_after")
+        self._check_naturals("request", "epoch", "step")
+        self._check_names("session", "peer", "code")
+        self._check_texts("text")
+        self._check_numbers("retry_after")
         check(isinstance(self.detail, Mapping) and len(self.detail) <= MAX_DETAIL, self, "detail")
         for value in self.detail.values():
             values = value if isinstance(value, (list, tuple)) else (value,)
@@ -372,10 +372,10 @@ class Failure(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Leaving(Message):
-    """From a peer to whoever opened sessions on it: move them on, it goes after `grace_s` seconds."""
+    """From a peer to the openers of its sessions: move them elsewhere, the peer stops after `grace_s` seconds."""
 
     kind: ClassVar[str] = "leaving"
     grace_s: float
 
     def __post_init__(self) -> None:
-        self._numbers("grace_s")
+        self._check_numbers("grace_s")

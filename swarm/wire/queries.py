@@ -1,4 +1,4 @@
-"""Questions that any peer answers, and their answers: who serves what, files by hash, liveness."""
+"""Queries that any peer answers, and their answers: topics of the directory, files by hash, liveness."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_NOTICES = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Ping(Message):
-    """Answered at once by the event loop, whatever the device does. `session` asks how far it is."""
+    """Answered at once by the event loop, even while the device is busy. `session` requests that session's progress."""
 
     kind: ClassVar[str] = "ping"
     request: int
@@ -24,8 +24,8 @@ class Ping(Message):
     payload: Bulk = b""
 
     def __post_init__(self) -> None:
-        self._naturals("request")
-        self._names("session")
+        self._check_naturals("request")
+        self._check_names("session")
         check(
             isinstance(self.payload, (bytes, bytearray, memoryview)) and len(self.payload) <= MAX_PING_PAYLOAD,
             self,
@@ -35,8 +35,8 @@ class Ping(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Pong(Message):
-    """`time` is Unix time in seconds. Of the session asked for: how many steps it `received`, how many are done with
-    (`computed`, failed or void), and how many were `sent` onward, or as an answer."""
+    """`time` is Unix time in seconds. For the session of the Ping: how many steps were `received`, how many were
+    `computed` (or failed, or void), and how many results were `sent` to the next hop or the client."""
 
     kind: ClassVar[str] = "pong"
     request: int
@@ -46,8 +46,8 @@ class Pong(Message):
     sent: int = 0
 
     def __post_init__(self) -> None:
-        self._naturals("request", "received", "computed", "sent")
-        self._numbers("time")
+        self._check_naturals("request", "received", "computed", "sent")
+        self._check_numbers("time")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,20 +59,20 @@ class AskTopic(Message):
     topic: str
 
     def __post_init__(self) -> None:
-        self._naturals("request")
-        self._names("topic")
+        self._check_naturals("request")
+        self._check_names("topic")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topic(Message):
-    """Sealed notices; the asker verifies each itself."""
+    """Signed notices. The receiver verifies each."""
 
     kind: ClassVar[str] = "topic"
     request: int
     notices: tuple[Bulk, ...]
 
     def __post_init__(self) -> None:
-        self._naturals("request")
+        self._check_naturals("request")
         check(isinstance(self.notices, tuple) and len(self.notices) <= MAX_NOTICES, self, "notices")
         check(all(isinstance(notice, bytes) for notice in self.notices), self, "notices")
 
@@ -83,19 +83,19 @@ class AskDht(Message):
     request: int
 
     def __post_init__(self) -> None:
-        self._naturals("request")
+        self._check_naturals("request")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DhtAddresses(Message):
-    """Multiaddresses at which a joiner's DHT node finds this peer's."""
+    """Multiaddresses of this peer's DHT node, for the DHT node of a joining peer."""
 
     kind: ClassVar[str] = "dht"
     request: int
     addresses: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        self._naturals("request")
+        self._check_naturals("request")
         check(isinstance(self.addresses, tuple) and len(self.addresses) <= 64, self, "addresses")
         check(all(isinstance(a, str) and len(a) <= 300 for a in self.addresses), self, "addresses")
 
@@ -107,26 +107,26 @@ class AskManifest(Message):
     model: str
 
     def __post_init__(self) -> None:
-        self._naturals("request")
-        self._names("model")
+        self._check_naturals("request")
+        self._check_names("model")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ManifestFile(Message):
-    """`raw` is the canonical JSON whose SHA-256 is the digest: the asker checks it."""
+    """`raw` is the canonical JSON whose SHA-256 is the digest. The receiver checks it."""
 
     kind: ClassVar[str] = "manifest"
     request: int
     raw: Bulk
 
     def __post_init__(self) -> None:
-        self._naturals("request")
+        self._check_naturals("request")
         check(isinstance(self.raw, bytes) and len(self.raw) <= MAX_MANIFEST_BYTES, self, "raw")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AskFile(Message):
-    """Bytes `offset` ... `offset + length` of the file with this hash."""
+    """Request bytes `offset` ... `offset + length` of the file with this hash."""
 
     kind: ClassVar[str] = "ask_file"
     request: int
@@ -135,27 +135,27 @@ class AskFile(Message):
     length: int
 
     def __post_init__(self) -> None:
-        self._naturals("request", "offset", "length")
+        self._check_naturals("request", "offset", "length")
         check(isinstance(self.sha256, str) and re.fullmatch("[0-9a-f]{64}", self.sha256) is not None, self, "sha256")
         check(0 < self.length <= MAX_FILE_PIECE, self, "length")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilePiece(Message):
-    """`data` is shorter than asked for only at the end of the file."""
+    """`data` is shorter than requested only at the end of the file."""
 
     kind: ClassVar[str] = "file"
     request: int
     data: Bulk
 
     def __post_init__(self) -> None:
-        self._naturals("request")
+        self._check_naturals("request")
         check(isinstance(self.data, (bytes, bytearray, memoryview)) and len(self.data) <= MAX_FILE_PIECE, self, "data")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AskReach(Message):
-    """Try to connect back to one of the asker's own addresses (its IP as seen here; only the port is free)."""
+    """Ask the peer to connect back to the sender: to its IP as the peer sees it, at `port`."""
 
     kind: ClassVar[str] = "ask_reach"
     request: int
@@ -163,14 +163,14 @@ class AskReach(Message):
     peer_id: str
 
     def __post_init__(self) -> None:
-        self._naturals("request")
-        self._names("peer_id")
+        self._check_naturals("request")
+        self._check_names("peer_id")
         check(isinstance(self.port, int) and 0 < self.port < 65536, self, "port")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reach(Message):
-    """`address` is what was tried; `problem` is empty where it worked."""
+    """`address` is the address that was tried; `problem` is empty if the connection worked."""
 
     kind: ClassVar[str] = "reach"
     request: int
@@ -178,5 +178,5 @@ class Reach(Message):
     problem: str = ""
 
     def __post_init__(self) -> None:
-        self._naturals("request")
-        self._texts("address", "problem")
+        self._check_naturals("request")
+        self._check_texts("address", "problem")

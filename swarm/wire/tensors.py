@@ -1,4 +1,4 @@
-"""Arrays to bytes and back. Little-endian, C order; the shape travels in the header, the dtype by agreement.
+"""Arrays to bytes and back. Little-endian, C order. The header has the shape, and the dtype unless it is fixed.
 
 ========  =========  ==================================================
 on wire   in memory
@@ -7,8 +7,8 @@ on wire   in memory
 `f32`     float32    no copy either way
 `f16`     float32    half the bytes; values beyond 65,504 are refused
 `bf16`    float32    half the bytes; rounded to the nearest, ties to even
-`int8`    float32    a quarter, and 4 bytes a row (the last dimension): its
-                     scale in f32, then whole numbers -127 ... 127 of it
+`int8`    float32    a quarter, and 4 bytes a row (the last dimension): the
+                     row's scale in f32, then its numbers as -127 ... 127
 ========  =========  ==================================================
 """
 
@@ -24,7 +24,7 @@ from swarm.errors import LocalProtocolError, RemoteProtocolError
 WIRE_SIZES = {"i32": 4, "f32": 4, "f16": 2, "bf16": 2, "int8": 1}
 """Bytes of a number, without `int8`'s scales."""
 HIDDEN_DTYPES = ("f32", "f16", "bf16", "int8")
-"""How hidden states may travel."""
+"""The dtypes in which hidden states may be sent."""
 MAX_DIMENSIONS = 4
 _MAX_LENGTH = 1 << 31
 _STORED: dict[str, np.dtype[Any]] = {
@@ -33,19 +33,19 @@ _STORED: dict[str, np.dtype[Any]] = {
     "f16": np.dtype("<f2"),
     "bf16": np.dtype("<u2"),
 }
-_F16_LARGEST = 65504.0
+_F16_MAX = 65504.0
 _SCALE_BYTES = 4
-_INT8_LARGEST = 127
+_INT8_MAX = 127
 
 
 def byte_count(dtype: str, shape: object, name: str, limit: int) -> int:
-    """Bytes of a tensor that a header describes. Raises RemoteProtocolError before anything is allocated."""
+    """Bytes of the tensor that a header describes, at most `limit`. Raises RemoteProtocolError; allocates nothing."""
     if type(shape) is not tuple or not 0 < len(shape) <= MAX_DIMENSIONS:
         raise RemoteProtocolError(f"{name}: its shape is not a list of 1 to {MAX_DIMENSIONS} lengths")
     count = WIRE_SIZES[dtype]
     for length in shape:
         if type(length) is not int or not 0 <= length < _MAX_LENGTH:
-            raise RemoteProtocolError(f"{name}: its shape has a length that is none")
+            raise RemoteProtocolError(f"{name}: its shape has an invalid length")
         count *= length
     if dtype == "int8" and count:
         count += _SCALE_BYTES * (count // shape[-1])
@@ -55,7 +55,7 @@ def byte_count(dtype: str, shape: object, name: str, limit: int) -> int:
 
 
 def to_bytes(array: NDArray[Any], dtype: str, name: str = "tensor") -> memoryview:
-    """The bytes of `array` as `dtype`: a view of the array itself for f32 and i32."""
+    """The bytes of `array` as `dtype`: a view of the array for f32 and i32. Raises LocalProtocolError."""
     stored: NDArray[Any]
     if dtype == "int8":
         stored = _to_int8(array, name)
@@ -89,12 +89,12 @@ def _to_int8(array: NDArray[np.float32], name: str) -> NDArray[np.uint8]:
     rows = np.ascontiguousarray(array, np.float32).reshape(-1, array.shape[-1] if array.size else 1)
     largest = np.abs(rows).max(axis=1, initial=0.0, keepdims=True)
     if not np.isfinite(largest).all():
-        raise LocalProtocolError(f"{name} has numbers that are not finite, which int8 has no word for")
-    scales = (largest / _INT8_LARGEST).astype("<f4")
+        raise LocalProtocolError(f"{name} has numbers that are not finite, which int8 cannot represent")
+    scales = (largest / _INT8_MAX).astype("<f4")
     stored = np.empty((len(rows), _SCALE_BYTES + rows.shape[1]), np.uint8)
     stored[:, :_SCALE_BYTES] = scales.view(np.uint8)
-    # a row of zeros has the scale 0; so has one whose scale is too small for f32
-    whole = np.rint(rows / np.where(scales > 0, scales, 1.0)).clip(-_INT8_LARGEST, _INT8_LARGEST)
+    # The scale is 0 for a row of zeros, and if it is too small for f32.
+    whole = np.rint(rows / np.where(scales > 0, scales, 1.0)).clip(-_INT8_MAX, _INT8_MAX)
     stored[:, _SCALE_BYTES:] = whole.astype(np.int8).view(np.uint8)
     return stored
 
@@ -102,7 +102,8 @@ def _to_int8(array: NDArray[np.float32], name: str) -> NDArray[np.uint8]:
 def _from_int8(view: memoryview, shape: tuple[int, ...]) -> NDArray[np.float32]:
     stored = np.frombuffer(view, np.uint8).reshape(-1, _SCALE_BYTES + shape[-1])
     scales = np.ascontiguousarray(stored[:, :_SCALE_BYTES]).view("<f4")
-    with np.errstate(over="ignore", invalid="ignore"):  # another machine's scale: the engine refuses what is no number
+    # The scale comes from another machine and may overflow here: the engine refuses numbers that are not finite.
+    with np.errstate(over="ignore", invalid="ignore"):
         values: NDArray[np.float32] = stored[:, _SCALE_BYTES:].view(np.int8) * scales
     return values.reshape(shape)
 
@@ -113,7 +114,7 @@ def _to_f16(array: NDArray[np.float32], name: str) -> NDArray[np.float16]:
     if not np.isfinite(half).all() and np.isfinite(array).all():
         largest = float(np.abs(array).max())
         raise LocalProtocolError(
-            f"{name} has the value {largest:.6g}, over f16's largest of {_F16_LARGEST:g}: agree on bf16 or f32"
+            f"{name} has the value {largest:.6g}, over f16's largest of {_F16_MAX:g}: agree on bf16 or f32"
         )
     return half
 
@@ -121,5 +122,5 @@ def _to_f16(array: NDArray[np.float32], name: str) -> NDArray[np.float16]:
 def _to_bf16(array: NDArray[np.float32]) -> NDArray[np.uint16]:
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
-    # rounding could carry a NaN's mantissa into the sign: a NaN stays one, made quiet
+    # Rounding could carry a NaN's mantissa into the sign bit: NaNs are not rounded but made quiet.
     return np.where(np.isnan(array), (bits >> 16) | np.uint32(0x40), rounded).astype(np.uint16)

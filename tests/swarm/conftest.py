@@ -1,4 +1,4 @@
-"""For everything below: hypothesis measures no time, since a busy machine must not fail a test."""
+"""Hypothesis has no deadline in these tests: a busy machine must not fail a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that are coroutines, each in an event loop of its own, of the commands' kind, that keeps no secrets."""
+"""Runs coroutine tests, each in a new event loop of the kind that the commands use."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _LONG_S = 60.0
 
 
 def in_loop(test: Callable[P, Awaitable[None]]) -> Callable[P, None]:
-    """Run `test` as a plain function. It fails too if the loop was told of an exception that nobody took."""
+    """Make `test` a plain function. It also fails if an exception reached the loop's exception handler."""
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        untaken: list[dict[str, Any]] = []
+        unhandled: list[dict[str, Any]] = []
 
-        async def watched() -> None:
-            asyncio.get_running_loop().set_exception_handler(lambda _, context: untaken.append(context))
+        async def run_test() -> None:
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
             async with asyncio.timeout(_LONG_S):
                 await test(*args, **kwargs)
 
-        event_loop.run(watched())
-        assert not untaken
+        event_loop.run(run_test())
+        assert not unhandled
 
     return run
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for `condition`; the test's own limit ends the wait."""
-    while not condition():  # noqa: ASYNC110  # any condition, also of what knows no Event
+    """Wait for `condition`. The test's own timeout ends the wait."""
+    while not condition():  # noqa: ASYNC110  # Not every condition has an Event.
         await asyncio.sleep(0.005)

@@ -27,7 +27,7 @@ histories = hnp.arrays(np.int32, st.integers(0, 20), elements=st.integers(0, VOC
 
 
 def plain_probabilities(logits: Any, sampling: Sampling) -> dict[int, float]:
-    """The same, by the definitions, one token after the other."""
+    """A reference for `probabilities`: the definitions, token by token."""
     scaled = [float(x) / sampling.temperature for x in logits]
     order = sorted(range(len(scaled)), key=lambda i: (-scaled[i], i))
     if sampling.top_k:
@@ -54,7 +54,7 @@ def test_the_distribution_agrees_with_its_definition(logits: Any, sampling: Samp
     ids, shares = probabilities(logits, sampling)
     expected = plain_probabilities(logits, sampling)
     found = dict(zip(ids.tolist(), shares.tolist(), strict=True))
-    # where a sum or a product lies on a filter's edge, rounding decides on one token
+    # If a sum or a product is at a filter's limit, rounding decides whether a token passes.
     for token in found.keys() ^ expected.keys():
         assert on_an_edge(logits, sampling, token)
     if found.keys() == expected.keys():
@@ -72,7 +72,7 @@ def on_an_edge(logits: Any, sampling: Sampling, token: int) -> bool:
 
 
 @given(logits_of, samplings)
-def test_a_distribution_is_one(logits: Any, sampling: Sampling) -> None:
+def test_probabilities_form_a_sorted_distribution(logits: Any, sampling: Sampling) -> None:
     ids, shares = probabilities(logits, sampling)
     assert 0 < len(ids) == len(set(ids.tolist())) <= VOCAB
     assert shares.sum() == pytest.approx(1)
@@ -84,7 +84,7 @@ def test_a_distribution_is_one(logits: Any, sampling: Sampling) -> None:
 
 
 def sorted_choice(logits: Any, sampling: Sampling, position: int) -> Choice:
-    """The same, by sorting the whole vocabulary every time."""
+    """A reference for `choose` that sorts the whole vocabulary."""
     scaled = logits.astype(np.float64)
     scaled = (scaled - scaled.max()) / sampling.temperature
     order = np.argsort(-scaled, kind="stable")[: sampling.top_k or None]
@@ -114,14 +114,14 @@ def test_a_choice_is_the_same_as_by_sorting_the_whole_vocabulary(
     seed: int, spread: float, distinct: int, top_k: int, top_p: float, temperature: float
 ) -> None:
     random = np.random.default_rng(seed)
-    # a few values alone give many equals
+    # Few distinct values give many equal logits.
     logits = (np.round(random.normal(size=5000) * distinct) / distinct * spread).astype(np.float32)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, logprobs=20)
     assert choose(logits, sampling, position=7) == sorted_choice(logits, sampling, 7)
 
 
 @given(logits_of, st.integers(0, (1 << 63) - 1), st.integers(0, 1 << 31))
-def test_a_token_depends_on_seed_and_position_alone(logits: Any, seed: int, position: int) -> None:
+def test_a_token_depends_only_on_seed_and_position(logits: Any, seed: int, position: int) -> None:
     sampling = Sampling(temperature=1.0, seed=seed)
     first = choose(logits, sampling, position=position)
     choose(logits, sampling, position=position + 1)
@@ -137,7 +137,7 @@ def test_other_seeds_and_other_positions_give_other_tokens() -> None:
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 40, "min_p": 0.01}])
-def test_models_that_nearly_agree_draw_nearly_always_the_same_token(filters: dict[str, float]) -> None:
+def test_models_with_similar_distributions_nearly_always_choose_the_same_token(filters: dict[str, float]) -> None:
     random = np.random.default_rng(2)
     logits = random.normal(0, 1.5, 5000).astype(np.float32)
     other = logits + random.normal(0, 0.02, 5000).astype(np.float32)
@@ -148,24 +148,24 @@ def test_models_that_nearly_agree_draw_nearly_always_the_same_token(filters: dic
     assert same > 0.95 * 400
 
 
-def test_tokens_come_as_often_as_they_should() -> None:
+def test_token_frequencies_match_their_probabilities() -> None:
     logits = np.log(np.array([0.5, 0.25, 0.15, 0.1], np.float32))
     draws = 4000
     sampling = Sampling(temperature=1.0, seed=11)
     counts = np.bincount([choose(logits, sampling, position=i).token for i in range(draws)], minlength=4)
     expected = draws * np.array([0.5, 0.25, 0.15, 0.1])
     chi_square = float(((counts - expected) ** 2 / expected).sum())
-    assert chi_square < 16.3  # 3 degrees of freedom, one seed in a thousand
+    assert chi_square < 16.3  # 3 degrees of freedom: exceeded by one seed in a thousand.
 
 
 @given(logits_of)
-def test_temperature_0_takes_the_likeliest_and_the_first_of_equals(logits: Any) -> None:
+def test_temperature_0_chooses_the_first_of_the_most_likely_tokens(logits: Any) -> None:
     token = choose(logits, Sampling(), position=0).token
     assert token == logits.tolist().index(max(logits.tolist()))
 
 
 @given(logits_of, st.floats(5e-324, 1e-300) | st.just(100.0))
-def test_no_temperature_is_too_low_or_too_high(logits: Any, temperature: float) -> None:
+def test_extreme_temperatures_work(logits: Any, temperature: float) -> None:
     choice = choose(logits, Sampling(temperature=temperature, seed=3), position=1)
     assert 0 <= choice.token < VOCAB
     if temperature < 1:
@@ -173,7 +173,7 @@ def test_no_temperature_is_too_low_or_too_high(logits: Any, temperature: float) 
 
 
 @given(logits_of, histories, st.floats(0.5, 2))
-def test_the_penalty_is_huggingfaces(logits: Any, history: Any, penalty: float) -> None:
+def test_the_repetition_penalty_is_huggingfaces(logits: Any, history: Any, penalty: float) -> None:
     expected = logits.copy()
     for token in set(history.tolist()):
         expected[token] = expected[token] / penalty if expected[token] > 0 else expected[token] * penalty
@@ -184,7 +184,7 @@ def test_the_penalty_is_huggingfaces(logits: Any, history: Any, penalty: float) 
 
 
 @given(logits_of, histories, st.integers(0, 20), st.floats(-2, 2), st.floats(-2, 2))
-def test_presence_and_frequency_count_in_the_answer_alone(
+def test_presence_and_frequency_penalties_count_only_the_answer(
     logits: Any, history: Any, start: int, presence: float, frequency: float
 ) -> None:
     sampling = Sampling(presence_penalty=presence, frequency_penalty=frequency, answer_start=start)
@@ -212,17 +212,17 @@ def test_a_bias_forces_or_forbids_a_token_and_changes_no_log_probability(
 
 
 @pytest.mark.parametrize("bias", [((1, 101.0),), ((True, 1.0),), ((1,),), [(1, 1.0)], ((1, 1.0),) * 301])
-def test_a_bias_that_cannot_be_is_named(bias: Any) -> None:
+def test_an_invalid_bias_is_named(bias: Any) -> None:
     with pytest.raises(ConfigError, match="logit_bias"):
         Sampling(logit_bias=bias)
 
 
-def test_a_bias_of_a_token_that_is_not_there_is_refused() -> None:
+def test_a_bias_of_an_unknown_token_is_refused() -> None:
     with pytest.raises(BadStep, match="token 12"):
         choose(np.zeros(VOCAB, np.float32), Sampling(logit_bias=((VOCAB, 1.0),)), position=0)
 
 
-def test_a_strong_penalty_keeps_a_token_from_coming_again() -> None:
+def test_a_strong_penalty_prevents_a_repetition() -> None:
     logits = np.array([3.0, 2.9, -1.0], np.float32)
     sampling = Sampling(repetition_penalty=2.0)
     assert choose(logits, sampling, position=0).token == 0
@@ -241,7 +241,7 @@ def test_log_probabilities_are_the_models_own(logits: Any, count: int, history: 
         assert logprob == pytest.approx(float(logits[token]) - total, abs=1e-6)
 
 
-def test_nothing_is_said_that_was_not_asked_for() -> None:
+def test_a_choice_has_only_the_requested_values() -> None:
     assert choose(np.zeros(3, np.float32), Sampling(), position=0) == Choice(token=0)
 
 
@@ -270,6 +270,6 @@ def test_nothing_is_said_that_was_not_asked_for() -> None:
         ("logprobs", -1),
     ],
 )
-def test_a_senseless_value_is_named(name: str, value: Any) -> None:
+def test_an_invalid_value_is_named(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {value!r}; it must be"):
         Sampling(**{name: value})

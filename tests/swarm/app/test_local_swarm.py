@@ -1,4 +1,4 @@
-"""Child processes are started, waited for, and ended whatever they do."""
+"""Members of a local swarm are started, waited for, and ended in every case."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from swarm.errors import PeerFailed, PeerStalled
 from swarm.process.child_process import module_command
 from tests.harness import ROOT, family_of, still_running, wait_until
 
-# What stands before the real command is run instead of it, and gets it as arguments.
-SAYS = "import sys, json, time; print(json.dumps({'phase': 'listening', 'address': 'h:1'}), flush=True); "
+# As `prefix` these programs run instead of the real command, which they get as arguments.
+LISTENS = "import sys, json, time; print(json.dumps({'phase': 'listening', 'address': 'h:1'}), flush=True); "
 STUBBORN = """
 import json, signal, subprocess, sys, time
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -33,25 +33,25 @@ def instead(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def test_one_that_ends_too_early_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_member_that_ends_too_early_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     with LocalSwarm(tmp_path) as swarm:
-        code = SAYS + "sys.exit('error: the disk is full')"
+        code = LISTENS + "sys.exit('error: the disk is full')"
         member = swarm.join("package", "0:4", name="anna", prefix=instead(code))
         with pytest.raises(PeerFailed, match=r"anna ended with exit code 1 .*\n.*disk is full") as caught:
             swarm.wait()
         assert str(member.log) in str(caught.value)
 
 
-def test_one_that_never_serves_is_named(tmp_path: Path) -> None:
+def test_a_member_that_does_not_announce_in_time_is_named(tmp_path: Path) -> None:
     with LocalSwarm(tmp_path) as swarm:
-        swarm.join("package", "0:4", name="anna", prefix=instead(SAYS + "time.sleep(600)"))
+        swarm.join("package", "0:4", name="anna", prefix=instead(LISTENS + "time.sleep(600)"))
         swarm.wait(phase=LISTENING)
         assert swarm.addresses == ["h:1"]
         with pytest.raises(PeerStalled, match="anna is not announced"):
             swarm.wait(timeout=0.1)
 
 
-def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_read_once_it_is_complete(tmp_path: Path) -> None:
     with LocalSwarm(tmp_path) as swarm:
         member = swarm.join("package", prefix=instead("import time; time.sleep(600)"))
         with member.output.open("a") as output:
@@ -64,7 +64,7 @@ def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
         assert member.event(ANNOUNCED) is not None
 
 
-def test_the_command_names_everything_that_a_peer_needs(tmp_path: Path) -> None:
+def test_the_command_has_all_options_of_a_peer(tmp_path: Path) -> None:
     code = "import sys, json; print(json.dumps({'phase': 'announced', 'words': sys.argv[1:]}))"
     with LocalSwarm(tmp_path, options=["--threads", "1"]) as swarm:
         member = swarm.join("package", "0:4", initial=["h:1", "h:2"], options=["--device", "CPU"], prefix=instead(code))
@@ -78,18 +78,18 @@ def test_the_command_names_everything_that_a_peer_needs(tmp_path: Path) -> None:
         assert pair in " ".join(words)
 
 
-def test_stopping_ends_even_what_ignores_signals_and_its_children(tmp_path: Path) -> None:
+def test_stop_kills_members_that_ignore_signals_and_their_children(tmp_path: Path) -> None:
     with LocalSwarm(tmp_path) as swarm:
         member = swarm.join("package", prefix=instead(STUBBORN))
         swarm.wait()
         family = family_of(member)
         assert len(family) == 2
         swarm.stop(grace_s=0.1)
-        wait_until(lambda: not still_running(family), "both processes are gone")
+        wait_until(lambda: not still_running(family), "both processes have ended")
     assert swarm.addresses == []
 
 
-def test_an_interrupt_while_stopping_kills_at_once(tmp_path: Path) -> None:
+def test_an_interrupt_during_stop_kills_at_once(tmp_path: Path) -> None:
     code = f"""
 import pathlib, sys
 from swarm.app.local_swarm import LocalSwarm
@@ -105,21 +105,21 @@ with LocalSwarm(pathlib.Path({str(tmp_path)!r})) as swarm:
         family = [child, *child.children()]
         run.send_signal(signal.SIGINT)
         run.wait(timeout=60)
-    wait_until(lambda: not still_running(family), "both processes are gone")
+    wait_until(lambda: not still_running(family), "both processes have ended")
 
 
-def test_a_member_that_was_killed_is_not_an_address_any_more(tmp_path: Path) -> None:
+def test_the_address_of_a_killed_member_is_not_listed(tmp_path: Path) -> None:
     with LocalSwarm(tmp_path) as swarm:
         for name in ("anna", "ben"):
-            swarm.join("package", name=name, prefix=instead(SAYS + "time.sleep(600)"))
+            swarm.join("package", name=name, prefix=instead(LISTENS + "time.sleep(600)"))
         swarm.wait(phase=LISTENING)
         swarm.members[0].kill()
         assert [member.alive for member in swarm.members] == [False, True]
         assert len(swarm.addresses) == 1
 
 
-def test_a_peer_ends_with_whoever_started_it(tmp_path: Path) -> None:
-    """Even after a SIGKILL, which nobody can catch."""
+def test_a_peer_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """Even after SIGKILL, which a process cannot handle."""
     code = f"""
 import pathlib, time
 from swarm.app.local_swarm import LocalSwarm
@@ -135,12 +135,12 @@ time.sleep(600)
         family = [peer, *peer.children(recursive=True)]
         assert len(family) > 1, "its daemon is missing"
         starter.kill()
-    wait_until(lambda: not still_running(family), "the peer and its daemon are gone")
+    wait_until(lambda: not still_running(family), "the peer and its daemon have ended")
     log = (tmp_path / "bootstrap-0.log").read_text()
     assert "Traceback" not in log
 
 
-def test_lines_are_json_and_nothing_else(tmp_path: Path) -> None:
+def test_the_output_is_only_json_lines(tmp_path: Path) -> None:
     with LocalSwarm(tmp_path) as swarm:
         member = swarm.bootstrap()
         swarm.wait()
@@ -148,15 +148,15 @@ def test_lines_are_json_and_nothing_else(tmp_path: Path) -> None:
     assert all(isinstance(json.loads(line), dict) for line in lines)
 
 
-def test_an_interrupt_while_a_member_is_started_comes_when_it_is_known(tmp_path: Path) -> None:
-    """In a process of its own: in one that has run the other tests, a signal may end all."""
+def test_an_interrupt_during_the_start_of_a_member_is_deferred_until_it_is_listed(tmp_path: Path) -> None:
+    """In a separate process: the signal must not end this one."""
     code = f"""
 import pathlib, signal, subprocess, sys
 from swarm.app.local_swarm import LocalSwarm
 
 class Interrupted(subprocess.Popen):
-    def __init__(self, *given, **settings):
-        super().__init__(*given, **settings)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
         signal.raise_signal(signal.SIGINT)
 
 subprocess.Popen = Interrupted
@@ -172,22 +172,22 @@ except KeyboardInterrupt:
     assert (done.returncode, done.stdout, done.stderr) == (0, "False True\n", "")
 
 
-def test_a_signal_while_handlers_are_put_back_leaves_none_that_swallows_signals() -> None:
+def test_a_signal_while_handlers_are_restored_leaves_no_deferring_handler() -> None:
     code = """
 import signal
-from swarm.app.local_swarm import _uninterrupted
+from swarm.app.local_swarm import _signals_deferred
 
-put = signal.signal
+set_handler = signal.signal
 
-def interrupted(number, handler):
-    put(number, handler)
+def set_handler_and_interrupt(number, handler):
+    set_handler(number, handler)
     if handler is signal.default_int_handler:
         signal.raise_signal(signal.SIGINT)
 
-put(signal.SIGINT, signal.default_int_handler)
-signal.signal = interrupted
+set_handler(signal.SIGINT, signal.default_int_handler)
+signal.signal = set_handler_and_interrupt
 try:
-    with _uninterrupted():
+    with _signals_deferred():
         pass
 except KeyboardInterrupt:
     print("interrupted", flush=True)

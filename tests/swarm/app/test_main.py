@@ -1,4 +1,4 @@
-"""The roof: errors become a line and an exit code, and every command in the list is there."""
+"""The command `swarm`: errors become a line and an exit code, and every listed command exists."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.harness import run_swarm
 
 
 def raising(kind: str) -> None:
-    """A command that fails in the way it is asked to."""
+    """A command that raises the error named by `kind`."""
     failures: dict[str, BaseException] = {
-        "ours": NotCovered("nobody serves the layers 3:7; start a peer", [(3, 7)]),
+        "ours": NotCovered("no peer serves the layers 3:7; start a peer", [(3, 7)]),
         "several": ExceptionGroup("tasks", [ExceptionGroup("inner", [ContextExceeded("too long by 3 tokens")])]),
         "mixed": ExceptionGroup("tasks", [ConfigError("not shown"), ZeroDivisionError("division\nby zero")]),
         "disk": ExceptionGroup("tasks", [OSError(errno.ENOSPC, "No space left on device")]),
@@ -65,38 +65,38 @@ class _WithRaising(SwarmGroup):
 def _root(debug: bool = False) -> None: ...
 
 
-def test_an_error_of_ours_is_one_line_and_its_exit_code(state: Path) -> None:
+def test_a_swarm_error_is_one_line_and_its_exit_code(state: Path) -> None:
     result = invoke("raising", "ours")
-    assert (result.exit_code, result.stderr) == (3, "error: nobody serves the layers 3:7; start a peer\n")
+    assert (result.exit_code, result.stderr) == (3, "error: no peer serves the layers 3:7; start a peer\n")
     assert not state.exists()
 
 
-def test_an_error_that_is_its_own_cause_is_told_too(state: Path) -> None:
+def test_an_error_that_is_its_own_cause_is_shown(state: Path) -> None:
     result = invoke("raising", "again")
     assert (result.exit_code, result.stderr) == (ConfigError.exit_code, "error: port 0\n")
 
 
-def test_errors_of_several_tasks_are_told_as_the_first(state: Path) -> None:
+def test_of_an_error_group_the_first_error_is_shown(state: Path) -> None:
     result = invoke("raising", "several")
     assert (result.exit_code, result.stderr) == (8, "error: too long by 3 tokens\n")
 
 
-def test_a_full_disk_is_no_bug(state: Path) -> None:
+def test_a_full_disk_is_not_reported_as_a_bug(state: Path) -> None:
     result = invoke("raising", "disk")
-    said = "error: nothing can be written: [Errno 28] No space left on device; make room, or write elsewhere\n"
-    assert (result.exit_code, result.stderr) == (4, said)
+    expected = "error: nothing can be written: [Errno 28] No space left on device; make room, or write elsewhere\n"
+    assert (result.exit_code, result.stderr) == (4, expected)
     assert not state.exists()
 
 
 @pytest.mark.parametrize("kind", ["bug", "mixed"])
-def test_a_bug_is_one_line_and_its_traceback_is_kept(state: Path, kind: str) -> None:
+def test_a_bug_is_one_line_and_its_traceback_is_saved(state: Path, kind: str) -> None:
     result = invoke("raising", kind)
     assert result.exit_code == BUG
     assert len(result.stderr.splitlines()) == 1
     assert "a bug of this program" in result.stderr
-    (kept,) = state.iterdir()
-    assert str(kept) in result.stderr
-    assert "ZeroDivisionError: division" in kept.read_text()
+    (log,) = state.iterdir()
+    assert str(log) in result.stderr
+    assert "ZeroDivisionError: division" in log.read_text()
 
 
 def test_debug_shows_tracebacks(state: Path) -> None:
@@ -108,14 +108,14 @@ def test_debug_shows_tracebacks(state: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["interrupt", "import", "missing"])
-def test_an_interrupted_command_says_nothing(state: Path, kind: str) -> None:
-    """Nor where a compiled module's import made another error of it."""
+def test_an_interrupted_command_prints_nothing(state: Path, kind: str) -> None:
+    """Also if the import of a compiled module turned the interrupt into another error."""
     result = invoke("raising", kind)
     assert (result.exit_code, result.output) == (INTERRUPTED, "")
     assert not state.exists()
 
 
-def test_a_command_may_choose_its_exit_code(state: Path) -> None:
+def test_a_command_can_choose_its_exit_code(state: Path) -> None:
     assert invoke("raising", "exit").exit_code == 9
 
 
@@ -139,11 +139,11 @@ def test_help_names_every_command() -> None:
     assert set(COMMANDS) <= set(re.findall(r"\b\w+\b", done.stdout))
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_version_is_the_packages() -> None:
     assert run_swarm("--version").stdout == f"swarm {__version__}\n"
 
 
-def test_no_command_is_help_and_a_usage_error() -> None:
+def test_without_a_command_help_is_shown_as_a_usage_error() -> None:
     done = run_swarm()
     assert done.returncode == 2
     assert "Usage" in done.stdout + done.stderr
@@ -168,15 +168,15 @@ def test_a_malformed_address_is_named_in_one_line(command: str, address: str) ->
     assert repr(address) in line
 
 
-def test_output_into_a_closed_pipe_is_no_bug() -> None:
+def test_output_into_a_closed_pipe_is_not_reported_as_a_bug() -> None:
     command = f"{sys.executable} -m swarm --help | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
     assert "bug" not in done.stderr
 
 
-def test_streams_that_the_caller_closed_stay_free_of_sockets() -> None:
-    """Neither an abort of the event loop's library, nor a bug where stdin is read."""
+def test_closed_standard_streams_are_not_reused_for_sockets() -> None:
+    """The event loop's library does not abort, and reading stdin is not reported as a bug."""
     words = "generate toy - --initial-peer 127.0.0.1:9"
     command = f"{sys.executable} -m swarm {words} <&- >&-"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
@@ -184,7 +184,7 @@ def test_streams_that_the_caller_closed_stay_free_of_sockets() -> None:
     assert done.stderr.startswith("error: no peer of the swarm can be reached")
 
 
-def test_errors_have_exit_codes_that_the_readme_lists() -> None:
+def test_the_readme_lists_all_exit_codes() -> None:
     readme = (Path(__file__).parents[3] / "README.md").read_text()
     section = readme.split("**Exit codes.**", 1)[1].split("\n\n", 1)[0]
     listed = {int(code) for code in re.findall(r"(?:^|[;.] |\s)(\d+) ", section)}

@@ -9,7 +9,7 @@ from swarm.process.child_process import module_command, module_environment
 from tests.harness import ROOT
 
 
-def test_a_users_files_are_never_taken_for_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_in_the_working_directory_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("peer", "client", "export", "swarm"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Threads that compute for long have a low priority, and nobody else has."""
+"""Only threads that compute for long get a low priority."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import NoReturn
 
 import pytest
 
-from swarm.process.priority import low_priority, lower_priority, short_turns
+from swarm.process.priority import low_priority, lower_priority, use_short_time_slices
 
 USUAL = os.getpriority(os.PRIO_PROCESS, 0)
-LOW = max(USUAL, 10)  # the tests may have been started with `nice`
+LOW = max(USUAL, 10)  # The tests may run under `nice`.
 
 
 def niceness() -> int:
@@ -32,7 +32,7 @@ def in_a_thread(function: Callable[[], int]) -> int:
     return got[0]
 
 
-def test_a_thread_that_gives_way_comes_after_the_others_of_its_process() -> None:
+def test_lower_priority_affects_only_the_calling_thread() -> None:
     def work() -> int:
         lower_priority()
         return niceness()
@@ -41,11 +41,11 @@ def test_a_thread_that_gives_way_comes_after_the_others_of_its_process() -> None
     assert niceness() == USUAL
 
 
-def test_threads_that_it_starts_give_way_too() -> None:
+def test_started_threads_inherit_the_low_priority() -> None:
     assert low_priority(lambda: in_a_thread(niceness)) == LOW
 
 
-def test_who_has_a_lower_priority_already_keeps_it() -> None:
+def test_an_even_lower_priority_is_not_raised() -> None:
     def work() -> int:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         lower_priority()
@@ -55,12 +55,10 @@ def test_who_has_a_lower_priority_already_keeps_it() -> None:
 
 
 @pytest.mark.parametrize("system", ["win32", "darwin"])
-def test_where_threads_have_no_priority_of_their_own_nothing_changes(
-    system: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_systems_without_thread_priorities_nothing_changes(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def work() -> int:
         lower_priority()
-        short_turns()
+        use_short_time_slices()
         return niceness()
 
     monkeypatch.setattr(sys, "platform", system)
@@ -68,21 +66,19 @@ def test_where_threads_have_no_priority_of_their_own_nothing_changes(
 
 
 @pytest.mark.parametrize("call", ["getpriority", "setpriority", "sched_getscheduler"])
-def test_where_a_sandbox_forbids_priorities_threads_work_all_the_same(
-    call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_a_sandbox_that_forbids_priorities_functions_still_run(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object) -> NoReturn:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     def work() -> int:
-        short_turns()
+        use_short_time_slices()
         return low_priority(lambda: 7)
 
     monkeypatch.setattr(os, call, forbidden)
     assert in_a_thread(work) == 7
 
 
-def test_what_goes_wrong_in_such_a_thread_is_told() -> None:
+def test_an_error_in_a_low_priority_thread_is_raised() -> None:
     def work() -> None:
         raise ValueError("no")
 
@@ -90,28 +86,28 @@ def test_what_goes_wrong_in_such_a_thread_is_told() -> None:
         low_priority(work)
 
 
-def turn_ns() -> int:
-    """How long this thread's turns are by its own wish; 0: as long as everybody's."""
+def time_slice_ns() -> int:
+    """The time slice that this thread has requested; 0: the default."""
     attributes = ctypes.create_string_buffer(48)
     assert ctypes.CDLL(None).syscall(315, 0, attributes, len(attributes), 0) == 0
     return int(struct.unpack("=IIQiIQQQ", attributes.raw)[5])
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of the call is another one there")
-def test_who_answers_has_short_turns_and_who_computes_for_it_has_usual_ones() -> None:
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of the system call is that of x86_64")
+def test_a_low_priority_thread_does_not_inherit_short_time_slices() -> None:
     def work() -> int:
-        usual = low_priority(turn_ns)
-        short_turns()
-        if turn_ns() == usual:
-            return 0  # a Linux before 6.12
-        assert turn_ns() == 100_000
+        usual = low_priority(time_slice_ns)
+        use_short_time_slices()
+        if time_slice_ns() == usual:
+            return 0  # Linux before 6.12.
+        assert time_slice_ns() == 100_000
         assert niceness() == USUAL
-        assert low_priority(turn_ns) == usual
+        assert low_priority(time_slice_ns) == usual
         return 1
 
-    assert in_a_thread(work) == turns_can_be_short()
+    assert in_a_thread(work) == time_slices_can_be_short()
 
 
-def turns_can_be_short() -> bool:
+def time_slices_can_be_short() -> bool:
     major, minor = map(int, platform.release().split(".")[:2])
     return (major, minor) >= (6, 12)

@@ -1,4 +1,4 @@
-"""The page for Prometheus, and callers that want something else."""
+"""The HTTP server of the metrics, with valid and invalid requests."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ async def ask(page: ScrapePage, head: bytes) -> bytes:
         (b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n", b"200", PAGE),
         (b"GET /metrics?x=1 HTTP/1.0\r\n\r\n", b"200", PAGE),
         (b"HEAD /metrics HTTP/1.1\r\n\r\n", b"200", b""),
-        (b"GET / HTTP/1.1\r\n\r\n", b"404", b"there is only /metrics\n"),
-        (b"POST /metrics HTTP/1.1\r\n\r\n", b"405", b"only GET\n"),
-        (b"\x16\x03\x01 nonsense\r\n\r\n", b"400", b"this is no HTTP request\n"),
+        (b"GET / HTTP/1.1\r\n\r\n", b"404", b"the only path is /metrics\n"),
+        (b"POST /metrics HTTP/1.1\r\n\r\n", b"405", b"only GET and HEAD are allowed\n"),
+        (b"\x16\x03\x01 nonsense\r\n\r\n", b"400", b"this is not an HTTP request\n"),
     ],
 )
-def test_there_is_one_page_and_nothing_else(head: bytes, status: bytes, body: bytes) -> None:
+def test_only_get_metrics_is_served(head: bytes, status: bytes, body: bytes) -> None:
     async def test(page: ScrapePage) -> None:
         answer = await ask(page, head)
         assert answer.split(b" ")[1] == status
@@ -64,7 +64,7 @@ def test_there_is_one_page_and_nothing_else(head: bytes, status: bytes, body: by
     run(test)
 
 
-def test_whoever_says_too_much_or_nothing_is_let_go_and_hinders_nobody() -> None:
+def test_silent_and_too_large_requests_do_not_block_others() -> None:
     async def test(page: ScrapePage) -> None:
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(8):
@@ -76,7 +76,7 @@ def test_whoever_says_too_much_or_nothing_is_let_go_and_hinders_nobody() -> None
     run(test)
 
 
-def test_a_place_that_is_taken_is_named() -> None:
+def test_a_port_in_use_is_named() -> None:
     async def test(page: ScrapePage) -> None:
         with pytest.raises(ConfigError, match=f"127.0.0.1:{page.port}"):
             await ScrapePage(lambda: b"").start(Address("127.0.0.1", page.port))

@@ -1,4 +1,4 @@
-"""Nobody hears that OpenVINO was imported."""
+"""OpenVINO's telemetry is switched off."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 
-def test_openvino_finds_nothing_to_report_with() -> None:
+def test_openvino_does_not_find_its_telemetry_package() -> None:
     script = (
         "import sys; from swarm.process import telemetry; telemetry.switch_off(); import openvino; "
         "print(sys.modules['openvino_telemetry'])"

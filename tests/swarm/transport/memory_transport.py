@@ -1,4 +1,4 @@
-"""A transport without sockets, joined to another, that drops, delays and breaks on purpose."""
+"""A pair of connected in-memory transports that drop, delay and break connections on purpose."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ PEER_HELLO = Hello(protocol=PROTOCOL_VERSION, software="test", role="peer")
 
 
 class MemoryTransport(asyncio.Transport):
-    """One end. What is written arrives at the other end in the loop's next turn, unless
+    """One end. Written data arrives at the other end in the event loop's next turn, except:
 
-    * `held`: it waits here until `release`;
-    * `dropping`: it never arrives;
-    * `chunk`: it arrives in pieces of that many bytes;
-    * the other end has paused reading.
+    * `blocked`: data waits here until `release`;
+    * `dropping`: data is lost;
+    * `chunk`: data arrives in pieces of that many bytes;
+    * while the other end has paused reading.
     """
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
         super().__init__()
         self.other: MemoryTransport
-        self.held = False
+        self.blocked = False
         self.dropping = False
         self.chunk = 1 << 20
         self.reading = True
@@ -41,11 +41,11 @@ class MemoryTransport(asyncio.Transport):
     # ── faults ──
 
     def release(self) -> None:
-        self.held = False
+        self.blocked = False
         self._pump()
 
-    def break_here(self, error: Exception | None = None) -> None:
-        """This end learns that the connection is gone; the other does not (yet)."""
+    def break_connection(self, error: Exception | None = None) -> None:
+        """End the connection for this end only; the other end does not notice (yet)."""
         self._closing = True
         if not self._lost:
             self._lost = True
@@ -95,7 +95,7 @@ class MemoryTransport(asyncio.Transport):
         asyncio.get_running_loop().call_soon(self._deliver)
 
     def _deliver(self) -> None:
-        while self._unsent and not self.held and self.other.reading and not self.other._lost:
+        while self._unsent and not self.blocked and self.other.reading and not self.other._lost:
             piece = bytes(self._unsent[: self.chunk])
             del self._unsent[: self.chunk]
             self.other._protocol.data_received(piece)
@@ -103,12 +103,12 @@ class MemoryTransport(asyncio.Transport):
             self._paused = False
             self._protocol.resume_writing()
         if self._closing and not self._unsent:
-            self.break_here()
-            self.other.break_here()
+            self.break_connection()
+            self.other.break_connection()
 
 
 async def memory_pair(limits: Limits) -> tuple[Stream, Stream, MemoryTransport, MemoryTransport]:
-    """A caller and a peer that have greeted, and the transports under them."""
+    """A caller and a peer after both Hellos, and their transports."""
     caller, peer = Stream(Role.CALLER, limits), Stream(Role.PEER, limits)
     near, far = MemoryTransport(caller), MemoryTransport(peer)
     near.other, far.other = far, near

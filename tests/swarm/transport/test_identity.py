@@ -27,14 +27,14 @@ def other_key() -> bytes:
     return generate_private_key(SECP256R1()).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
-def test_an_id_is_what_an_address_takes() -> None:
+def test_a_peer_id_is_valid_in_an_address() -> None:
     identity = Identity.generate()
     assert PEER_ID.fullmatch(identity.peer_id)
     assert identity.peer_id == peer_id_of(identity.public_key)
     assert peer_id_of(bytes(32)) == "mzuhvlpymk6xo3epygfy5h4oeaejofef"
 
 
-def test_a_signature_holds_for_its_key_and_its_message_alone() -> None:
+def test_a_signature_is_valid_only_for_its_key_and_message() -> None:
     identity, other = Identity.generate(), Identity.generate()
     signature = identity.sign(b"message")
     assert verify_signature(identity.public_key, signature, b"message")
@@ -50,7 +50,7 @@ def test_the_certificate_proves_the_id() -> None:
     assert peer_id_of_certificate(der) == identity.peer_id
 
 
-def test_something_else_than_a_peers_certificate_is_the_wrong_peer() -> None:
+def test_an_invalid_certificate_raises_wrong_peer() -> None:
     with pytest.raises(WrongPeer, match="cannot be read"):
         peer_id_of_certificate(b"garbage")
 
@@ -59,7 +59,7 @@ def test_the_key_is_never_shown() -> None:
     assert "Ed25519" not in repr(Identity.generate())
 
 
-def test_a_key_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+def test_a_key_is_created_once_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "identity.pem"
     first = Identity.load_or_create(path)
     assert Identity.load_or_create(path).peer_id == first.peer_id
@@ -67,7 +67,7 @@ def test_a_key_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["identity.pem"]
 
 
-def test_whoever_makes_it_at_the_same_time_gets_the_same_key(tmp_path: Path) -> None:
+def test_processes_that_create_a_key_at_the_same_time_get_the_same_key(tmp_path: Path) -> None:
     path = tmp_path / "identity.pem"
     code = (
         "import sys, pathlib, swarm.transport.identity\n"
@@ -82,7 +82,7 @@ def test_whoever_makes_it_at_the_same_time_gets_the_same_key(tmp_path: Path) -> 
         assert len(set(pool.map(in_a_process, range(3)))) == 1
 
 
-def test_a_file_that_is_no_key_is_named(tmp_path: Path) -> None:
+def test_a_file_without_a_valid_key_is_named(tmp_path: Path) -> None:
     path = tmp_path / "identity.pem"
     for content, reason in ((b"not a key", "not a private key in PEM"), (other_key(), "another kind of key")):
         path.write_bytes(content)
@@ -104,14 +104,14 @@ def test_two_running_peers_never_share_a_key(tmp_path: Path) -> None:
         assert again.peer_id == identity.peer_id
 
 
-def test_a_peer_gets_its_id_back_and_a_second_one_gets_another(tmp_path: Path) -> None:
+def test_a_restarted_peer_gets_its_id_again_and_a_second_peer_gets_another(tmp_path: Path) -> None:
     with held_default_identity(tmp_path) as first, held_default_identity(tmp_path) as second:
         assert first.peer_id != second.peer_id
     with held_default_identity(tmp_path) as again:
         assert again.peer_id == first.peer_id
 
 
-def test_a_bad_key_in_a_slot_is_named_and_not_passed_over(tmp_path: Path) -> None:
+def test_an_invalid_default_key_is_named_and_not_skipped(tmp_path: Path) -> None:
     (tmp_path / "identity-0.pem").write_bytes(b"not a key")
     with pytest.raises(ConfigError, match=r"identity-0\.pem"), held_default_identity(tmp_path):
         pass

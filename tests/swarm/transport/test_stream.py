@@ -43,13 +43,13 @@ from swarm.wire.queries import MAX_PING_PAYLOAD, AskDht, FilePiece, Ping, Pong
 from tests.swarm.event_loops import in_loop, until
 from tests.swarm.transport.memory_transport import CALLER_HELLO, PEER_HELLO, memory_pair
 
-LIMITS = Limits(greeting_timeout_s=0.3, close_timeout_s=0.5)
+LIMITS = Limits(handshake_timeout_s=0.3, close_timeout_s=0.5)
 IDENTITY = Identity.generate()
 NO_IDS = np.zeros(0, np.int32)
 
 
 async def echo(stream: Stream) -> None:
-    """Pings are answered; a Forward comes back as Output."""
+    """Answer a Ping with Pong, and a Forward with an Output of its hidden states."""
     while True:
         message = await stream.receive()
         if isinstance(message, Ping):
@@ -85,12 +85,12 @@ async def call(listener: Listener) -> Stream:
 
 
 async def raw_tls(listener: Listener) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Somebody who speaks TLS, and then whatever it likes."""
+    """A caller that speaks TLS and sends raw bytes over it."""
     return await asyncio.open_connection("127.0.0.1", listener.port, ssl=caller_context(), server_hostname="")
 
 
-async def last_words(reader: asyncio.StreamReader) -> Failure:
-    """What a peer says to somebody who has not greeted, before it hangs up."""
+async def read_failure(reader: asyncio.StreamReader) -> Failure:
+    """The Failure that a peer sends to a caller without a Hello, before it closes the connection."""
     connection = Connection(Role.CALLER)
     connection.data_to_send(CALLER_HELLO)
     (failure,) = connection.receive_data(await reader.read())
@@ -98,39 +98,39 @@ async def last_words(reader: asyncio.StreamReader) -> Failure:
     return failure
 
 
-async def still_works(listener: Listener) -> None:
+async def assert_serving(listener: Listener) -> None:
     stream = await call(listener)
     stream.send(Ping(request=1))
     assert isinstance(await stream.receive(), Pong)
     await stream.close()
 
 
-# ── greetings ──
+# ── handshake ──
 
 
 @pytest.mark.parametrize("refusal", [UnknownModel, DirectoryError, BadStep, RemoteProtocolError, EngineError])
 @in_loop
-async def test_whatever_a_peer_refuses_a_greeting_with_is_that_peers_failure(refusal: type[SwarmError]) -> None:
-    def odd() -> Hello:
-        raise refusal("not in the mood")
+async def test_a_refusal_of_a_hello_with_any_error_is_the_peers_failure(refusal: type[SwarmError]) -> None:
+    def refuse() -> Hello:
+        raise refusal("refused for a test")
 
-    listener = await listen("127.0.0.1", 0, IDENTITY, odd, echo, limits=LIMITS)
+    listener = await listen("127.0.0.1", 0, IDENTITY, refuse, echo, limits=LIMITS)
     for connecting in (
         connect(at(listener), CALLER_HELLO, limits=LIMITS),
         connect_any([at(listener)], CALLER_HELLO, limits=LIMITS),
     ):
-        with pytest.raises(PeerFailed, match="not in the mood") as caught:
+        with pytest.raises(PeerFailed, match="refused for a test") as caught:
             await connecting
         assert caught.value.peer == IDENTITY.peer_id
     await listener.close()
 
 
 @in_loop
-async def test_both_sides_know_who_is_there() -> None:
-    seen: list[Stream] = []
+async def test_both_sides_know_each_other() -> None:
+    accepted: list[Stream] = []
 
     async def handle(stream: Stream) -> None:
-        seen.append(stream)
+        accepted.append(stream)
         await echo(stream)
 
     async with listening(handle, hello=replace(PEER_HELLO, model="m" * 64, incarnation=7)) as listener:
@@ -138,15 +138,15 @@ async def test_both_sides_know_who_is_there() -> None:
         assert stream.peer_id == IDENTITY.peer_id
         assert stream.hello.incarnation == 7
         assert stream.remote == f"127.0.0.1:{listener.port}"
-        await until(lambda: bool(seen))
-        assert seen[0].hello == CALLER_HELLO
-        assert seen[0].peer_id == ""
-        assert seen[0].remote.startswith("127.0.0.1:")
+        await until(lambda: bool(accepted))
+        assert accepted[0].hello == CALLER_HELLO
+        assert accepted[0].peer_id == ""
+        assert accepted[0].remote.startswith("127.0.0.1:")
         await stream.close()
 
 
 @in_loop
-async def test_somebody_else_at_the_address_is_not_talked_to() -> None:
+async def test_another_peer_at_the_address_raises_wrong_peer() -> None:
     other = Identity.generate().peer_id
     async with listening() as listener:
         with pytest.raises(WrongPeer, match=f"{IDENTITY.peer_id}, not {other}") as caught:
@@ -156,7 +156,7 @@ async def test_somebody_else_at_the_address_is_not_talked_to() -> None:
 
 
 @in_loop
-async def test_nobody_there_is_unreachable() -> None:
+async def test_a_port_without_a_listener_is_unreachable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(PeerUnreachable, match=rf"127\.0\.0\.1:{port} cannot be reached"):
@@ -164,7 +164,7 @@ async def test_nobody_there_is_unreachable() -> None:
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b", "x" * 64 + ".invalid"])
-def test_a_host_without_address_is_unreachable(host: str) -> None:
+def test_a_host_without_an_address_is_unreachable(host: str) -> None:
     @in_loop
     async def scenario() -> None:
         with pytest.raises(PeerUnreachable, match=r"cannot be reached|does not answer"):
@@ -174,20 +174,20 @@ def test_a_host_without_address_is_unreachable(host: str) -> None:
 
 
 @in_loop
-async def test_something_that_is_no_peer_is_unreachable() -> None:
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_a_server_that_does_not_speak_tls_is_unreachable() -> None:
+    async def smtp(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"220 mail.example.org ESMTP\r\n")
         await reader.read(10)
         writer.close()
 
-    async with await asyncio.start_server(talk, "127.0.0.1", 0) as server:
+    async with await asyncio.start_server(smtp, "127.0.0.1", 0) as server:
         address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
         with pytest.raises(PeerUnreachable, match="does not speak TLS"):
             await connect(address, CALLER_HELLO)
 
 
 @in_loop
-async def test_something_that_stays_silent_is_unreachable() -> None:
+async def test_a_silent_server_is_unreachable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = Address("127.0.0.1", silent.getsockname()[1])
         with pytest.raises(PeerUnreachable, match=r"does not answer within 0.2 s"):
@@ -195,21 +195,21 @@ async def test_something_that_stays_silent_is_unreachable() -> None:
 
 
 @in_loop
-async def test_a_peer_that_hangs_up_in_the_greeting_is_unreachable() -> None:
-    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_a_peer_that_closes_before_its_hello_is_unreachable() -> None:
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
-    async with await asyncio.start_server(hang_up, "127.0.0.1", 0, ssl=peer_context(IDENTITY)) as server:
-        with pytest.raises(PeerUnreachable, match="hung up before its greeting"):
+    async with await asyncio.start_server(close, "127.0.0.1", 0, ssl=peer_context(IDENTITY)) as server:
+        with pytest.raises(PeerUnreachable, match="closed the connection before its Hello"):
             await connect(Address("127.0.0.1", server.sockets[0].getsockname()[1]), CALLER_HELLO)
 
 
 @in_loop
-async def test_another_version_is_refused_and_both_are_named() -> None:
+async def test_another_protocol_version_is_refused_and_both_are_named() -> None:
     async with listening() as listener:
         with pytest.raises(RemoteProtocolError, match=r"version 1, the caller version 99"):
             await connect(at(listener), replace(CALLER_HELLO, protocol=99))
-        await still_works(listener)
+        await assert_serving(listener)
 
 
 @in_loop
@@ -223,32 +223,32 @@ async def test_a_client_of_another_model_is_refused() -> None:
 
 
 @in_loop
-async def test_whoever_does_not_greet_is_told_and_dropped() -> None:
+async def test_a_caller_without_a_hello_gets_a_failure_and_is_disconnected() -> None:
     async with listening() as listener:
         reader, writer = await raw_tls(listener)
-        failure = await last_words(reader)
+        failure = await read_failure(reader)
         assert failure.code == "remote_protocol"
-        assert "no greeting came within 0.3 s" in failure.text
+        assert "no Hello arrived within 0.3 s" in failure.text
         writer.close()
         await until(lambda: listener.connections == 0)
 
 
 @in_loop
-async def test_whoever_does_not_even_speak_tls_is_dropped() -> None:
+async def test_a_caller_that_does_not_speak_tls_is_disconnected() -> None:
     async with listening() as listener:
         silent = await asyncio.open_connection("127.0.0.1", listener.port)
-        loud = await asyncio.open_connection("127.0.0.1", listener.port)
-        loud[1].write(b"GET / HTTP/1.1\r\n\r\n")
-        for reader, writer in (silent, loud):
+        http = await asyncio.open_connection("127.0.0.1", listener.port)
+        http[1].write(b"GET / HTTP/1.1\r\n\r\n")
+        for reader, writer in (silent, http):
             with contextlib.suppress(ConnectionResetError):
                 await reader.read()
             writer.close()
         await until(lambda: listener.connections == 0)
-        await still_works(listener)
+        await assert_serving(listener)
 
 
 @in_loop
-async def test_one_caller_too_many_is_told_when_to_come_back() -> None:
+async def test_a_caller_over_max_connections_gets_peer_busy_with_retry_after() -> None:
     async with listening(max_connections=2) as listener:
         streams = [await call(listener), await call(listener)]
         with pytest.raises(PeerBusy, match="all 2 connections are taken") as caught:
@@ -262,13 +262,13 @@ async def test_one_caller_too_many_is_told_when_to_come_back() -> None:
 
 
 @in_loop
-async def test_far_too_many_are_not_even_answered() -> None:
+async def test_connections_over_twice_the_limit_are_closed_at_once() -> None:
     async with listening(max_connections=1) as listener:
-        held = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(2)]
+        opened = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(2)]
         await until(lambda: listener.connections == 2)
         with pytest.raises(PeerUnreachable):
             await call(listener)
-        for _, writer in held:
+        for _, writer in opened:
             writer.close()
 
 
@@ -284,14 +284,14 @@ async def test_far_too_many_are_not_even_answered() -> None:
         (b"\x00" * 8, "header has 0 bytes"),
     ],
 )
-def test_nonsense_is_named_to_whoever_talked_it(data: bytes, named: str) -> None:
+def test_a_caller_that_sends_invalid_data_gets_a_failure_with_the_reason(data: bytes, named: str) -> None:
     @in_loop
     async def scenario() -> None:
         async with listening() as listener:
             bystander = await call(listener)
             reader, writer = await raw_tls(listener)
             writer.write(data)
-            failure = await last_words(reader)
+            failure = await read_failure(reader)
             assert failure.code == "remote_protocol"
             assert named in failure.text
             writer.close()
@@ -303,7 +303,7 @@ def test_nonsense_is_named_to_whoever_talked_it(data: bytes, named: str) -> None
 
 
 @in_loop
-async def test_nonsense_after_the_greeting_reaches_the_handler_as_the_others_fault() -> None:
+async def test_invalid_data_after_hello_reaches_the_handler_as_remote_protocol_error() -> None:
     errors: list[SwarmError] = []
 
     async def handle(stream: Stream) -> None:
@@ -329,7 +329,7 @@ async def test_nonsense_after_the_greeting_reaches_the_handler_as_the_others_fau
 
 
 @in_loop
-async def test_half_a_message_is_an_end_in_its_middle() -> None:
+async def test_an_end_in_the_middle_of_a_message_is_reported() -> None:
     errors: list[SwarmError] = []
 
     async def handle(stream: Stream) -> None:
@@ -349,16 +349,16 @@ async def test_half_a_message_is_an_end_in_its_middle() -> None:
 
 
 @in_loop
-async def test_a_fuzzed_socket_goes_on_serving_everybody_else() -> None:
-    chance = random.Random(7)
+async def test_a_fuzzed_listener_continues_to_serve_other_callers() -> None:
+    rng = random.Random(7)
     async with listening() as listener:
         bystander = await call(listener)
         for attempt in range(40):
             reader, writer = await raw_tls(listener)
             data = bytearray(b"".join(Connection(Role.CALLER).data_to_send(CALLER_HELLO)))
             if attempt % 2:
-                data[chance.randrange(len(data))] = chance.randrange(256)
-            data += chance.randbytes(chance.randrange(200))
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            data += rng.randbytes(rng.randrange(200))
             writer.write(data)
             writer.write_eof() if writer.can_write_eof() else None
             with contextlib.suppress(TimeoutError, ConnectionError, ssl.SSLError):
@@ -374,7 +374,7 @@ async def test_a_fuzzed_socket_goes_on_serving_everybody_else() -> None:
 
 
 @in_loop
-async def test_large_messages_pass_in_both_directions() -> None:
+async def test_large_messages_are_sent_in_both_directions() -> None:
     hidden = np.arange(2048 * 600, dtype=np.float32).reshape(2048, 600)
     step = Forward(
         session="session-1", epoch=0, step=1, start=0, rows=1, tokens=np.zeros(2048, np.int32), hidden=hidden
@@ -392,7 +392,7 @@ async def test_large_messages_pass_in_both_directions() -> None:
 
 
 @in_loop
-async def test_an_array_may_be_reused_once_it_was_sent() -> None:
+async def test_an_array_can_be_reused_after_send() -> None:
     hidden = np.ones((64, 1024), np.float32)
     async with listening() as listener:
         stream = await call(listener)
@@ -407,7 +407,7 @@ async def test_an_array_may_be_reused_once_it_was_sent() -> None:
 
 
 @in_loop
-async def test_messages_keep_their_order_in_any_pieces() -> None:
+async def test_messages_keep_their_order_for_any_split_of_the_bytes() -> None:
     caller, peer, near, _ = await memory_pair(LIMITS)
     for near.chunk in (1, 2, 7, 1000):
         for request in range(20):
@@ -418,16 +418,16 @@ async def test_messages_keep_their_order_in_any_pieces() -> None:
 
 
 @in_loop
-async def test_small_messages_of_a_turn_leave_together_and_who_is_alone_leaves_at_once() -> None:
+async def test_small_messages_of_one_turn_are_sent_together_or_at_once() -> None:
     caller, peer, near, _ = await memory_pair(LIMITS)
-    near.held = True
+    near.blocked = True
     caller.send(Ping(request=1))
     assert near.get_write_buffer_size() == 0
-    caller.send(Ping(request=2), at_once=True)  # with what waited
+    caller.send(Ping(request=2), at_once=True)  # Sends the queued message too.
     written = near.get_write_buffer_size()
     assert written > 0
     await asyncio.sleep(0)
-    assert near.get_write_buffer_size() == written  # and nothing twice
+    assert near.get_write_buffer_size() == written  # Nothing is sent twice.
     caller.send(Ping(request=3))
     await asyncio.sleep(0)
     assert near.get_write_buffer_size() > written
@@ -437,7 +437,7 @@ async def test_small_messages_of_a_turn_leave_together_and_who_is_alone_leaves_a
 
 
 @in_loop
-async def test_what_may_not_be_said_is_not_sent() -> None:
+async def test_a_message_of_the_wrong_side_is_not_sent() -> None:
     caller, peer, _, _ = await memory_pair(LIMITS)
     with pytest.raises(LocalProtocolError):
         caller.send(Pong(request=1, time=0.0))
@@ -450,7 +450,7 @@ async def test_what_may_not_be_said_is_not_sent() -> None:
 
 
 @in_loop
-async def test_an_error_of_the_handler_is_told_to_its_caller_alone() -> None:
+async def test_an_error_of_the_handler_is_sent_to_its_caller_only() -> None:
     async def handle(stream: Stream) -> None:
         message = await stream.receive()
         if isinstance(message, AskDht):
@@ -472,7 +472,7 @@ async def test_an_error_of_the_handler_is_told_to_its_caller_alone() -> None:
 
 
 @in_loop
-async def test_a_bug_in_the_handler_is_logged_and_ends_its_connection_alone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bug_in_the_handler_is_logged_and_ends_only_its_connection(caplog: pytest.LogCaptureFixture) -> None:
     async def handle(stream: Stream) -> None:
         if isinstance(await stream.receive(), AskDht):
             raise ZeroDivisionError("a bug")
@@ -495,7 +495,7 @@ async def test_a_bug_in_the_handler_is_logged_and_ends_its_connection_alone(capl
 
 
 @in_loop
-async def test_a_connection_ends_when_its_handler_does() -> None:
+async def test_a_connection_ends_when_its_handler_returns() -> None:
     async def handle(stream: Stream) -> None:
         await stream.receive()
 
@@ -511,7 +511,7 @@ async def test_a_connection_ends_when_its_handler_does() -> None:
 
 
 @in_loop
-async def test_closing_the_listener_ends_all_and_frees_the_port() -> None:
+async def test_closing_the_listener_ends_all_connections_and_frees_the_port() -> None:
     ended: list[bool] = []
 
     async def handle(stream: Stream) -> None:
@@ -549,15 +549,15 @@ async def test_a_port_that_is_taken_is_named() -> None:
 @in_loop
 async def test_all_addresses_of_a_host_share_one_port() -> None:
     listener = await listen("", 0, IDENTITY, lambda: PEER_HELLO, echo, limits=LIMITS)
-    await still_works(listener)
+    await assert_serving(listener)
     await listener.close()
 
 
-# ── flow ──
+# ── flow control ──
 
 
 @in_loop
-async def test_whoever_does_not_read_makes_the_other_wait() -> None:
+async def test_a_side_that_does_not_read_makes_the_other_wait() -> None:
     limits = Limits(max_unread=100_000, high_water=50_000)
     caller, peer, near, far = await memory_pair(limits)
     sent = 0
@@ -580,11 +580,11 @@ async def test_whoever_does_not_read_makes_the_other_wait() -> None:
 
 
 @in_loop
-async def test_a_peer_that_takes_nothing_has_stalled() -> None:
+async def test_drain_raises_peer_stalled_if_the_peer_does_not_read() -> None:
     caller, peer, near, _ = await memory_pair(Limits(high_water=1000, write_timeout_s=0.05, close_timeout_s=0.05))
-    near.held = True
+    near.blocked = True
     caller.send(Ping(request=1, payload=bytes(5000)))
-    with pytest.raises(PeerStalled, match=r"too little in 0.05 s"):
+    with pytest.raises(PeerStalled, match=r"read too little in 0.05 s"):
         await caller.drain()
     with pytest.raises(PeerStalled):
         caller.send(Ping(request=2))
@@ -595,9 +595,9 @@ async def test_a_peer_that_takes_nothing_has_stalled() -> None:
 
 
 @in_loop
-async def test_no_more_than_the_limit_is_ever_unsent() -> None:
+async def test_send_raises_peer_stalled_over_max_unsent() -> None:
     caller, _, near, _ = await memory_pair(Limits(max_unsent=3 * MAX_PING_PAYLOAD, close_timeout_s=0.05))
-    near.held = True
+    near.blocked = True
     ping = Ping(request=1, payload=bytes(MAX_PING_PAYLOAD))
     caller.send(ping)
     caller.send(ping)
@@ -607,7 +607,7 @@ async def test_no_more_than_the_limit_is_ever_unsent() -> None:
 
 
 @in_loop
-async def test_a_real_socket_that_nobody_reads_stalls_too() -> None:
+async def test_a_real_socket_that_is_not_read_stalls() -> None:
     async def sleep(stream: Stream) -> None:
         await asyncio.Event().wait()
 
@@ -625,11 +625,11 @@ async def test_a_real_socket_that_nobody_reads_stalls_too() -> None:
         await stream.close()
 
 
-# ── ends ──
+# ── closing ──
 
 
 @in_loop
-async def test_closing_sends_what_is_queued() -> None:
+async def test_close_sends_queued_messages() -> None:
     received: list[int] = []
 
     async def handle(stream: Stream) -> None:
@@ -654,32 +654,32 @@ async def test_closing_sends_what_is_queued() -> None:
 
 
 @in_loop
-async def test_closing_is_bounded_where_nobody_takes_anything() -> None:
+async def test_close_is_bounded_if_the_peer_does_not_read() -> None:
     caller, _, near, _ = await memory_pair(Limits(close_timeout_s=0.05))
-    near.held = True
+    near.blocked = True
     caller.send(Ping(request=1))
     await caller.close()
     assert caller.closed
 
 
 @in_loop
-async def test_an_end_while_somebody_waits_wakes_all() -> None:
+async def test_the_end_of_the_connection_wakes_all_waiting_tasks() -> None:
     caller, _, near, _ = await memory_pair(Limits(high_water=10))
-    near.held = True
+    near.blocked = True
     caller.send(Ping(request=1, payload=bytes(100)))
     waiting = [asyncio.create_task(caller.drain()), asyncio.create_task(caller.receive())]
     await asyncio.sleep(0)
-    near.break_here(ConnectionResetError("reset by peer"))
+    near.break_connection(ConnectionResetError("reset by peer"))
     for task in waiting:
         with pytest.raises(PeerLost, match="closed the connection: reset by peer"):
             await task
 
 
 @in_loop
-async def test_a_half_closed_connection_is_noticed_by_its_deadline_only() -> None:
-    """The other side's end never arrived here: sending goes on, and nothing is made up."""
+async def test_a_half_closed_connection_is_noticed_by_the_write_timeout() -> None:
+    """This side never learns that the other side has ended: it continues to send."""
     caller, peer, near, far = await memory_pair(Limits(high_water=1000, write_timeout_s=0.05, close_timeout_s=0.05))
-    far.break_here()
+    far.break_connection()
     with pytest.raises(PeerLost):
         await peer.receive()
     caller.send(Ping(request=1, payload=bytes(2000)))
@@ -689,7 +689,7 @@ async def test_a_half_closed_connection_is_noticed_by_its_deadline_only() -> Non
 
 
 @in_loop
-async def test_dropped_bytes_never_become_a_wrong_message() -> None:
+async def test_dropped_bytes_are_a_protocol_error_and_not_a_wrong_message() -> None:
     caller, peer, near, _ = await memory_pair(LIMITS)
     near.chunk = 5
     near.dropping = True
@@ -698,17 +698,17 @@ async def test_dropped_bytes_never_become_a_wrong_message() -> None:
     near.write(b"\xff" * 9)
     with pytest.raises(RemoteProtocolError, match="header has"):
         await peer.receive()
-    peer.fail(RemoteProtocolError("what was that?"))
-    with pytest.raises(LocalProtocolError, match=r"refused what it was sent: what was that\?"):
+    peer.send_failure(RemoteProtocolError("invalid data"))
+    with pytest.raises(LocalProtocolError, match=r"refused what it was sent: invalid data"):
         await caller.receive()
     await peer.close()
     await caller.close()
 
 
 @in_loop
-async def test_a_bug_in_reading_is_never_the_peers_fault() -> None:
+async def test_a_bug_in_reading_is_a_local_error() -> None:
     caller, _, near, _ = await memory_pair(LIMITS)
-    near.break_here(ZeroDivisionError("in a codec"))
+    near.break_connection(ZeroDivisionError("in a codec"))
     with pytest.raises(LocalProtocolError, match="a bug ended the connection"):
         await caller.receive()
 
@@ -716,14 +716,14 @@ async def test_a_bug_in_reading_is_never_the_peers_fault() -> None:
 # ── cancellation: one test for each await ──
 
 
-async def cancelled(task: asyncio.Task[Any]) -> None:
+async def cancel(task: asyncio.Task[Any]) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
 
 
 @in_loop
-async def test_cancelling_receive_loses_nothing() -> None:
+async def test_cancelling_receive_loses_no_message() -> None:
     caller, peer, near, _ = await memory_pair(LIMITS)
     near.chunk = 3
     for request in range(30):
@@ -745,11 +745,11 @@ async def test_cancelling_receive_loses_nothing() -> None:
 @in_loop
 async def test_cancelling_drain_leaves_the_connection_open() -> None:
     caller, peer, near, _ = await memory_pair(Limits(high_water=10))
-    near.held = True
+    near.blocked = True
     caller.send(Ping(request=1, payload=bytes(100)))
     task = asyncio.create_task(caller.drain())
     await asyncio.sleep(0)
-    await cancelled(task)
+    await cancel(task)
     near.release()
     assert await peer.receive() == Ping(request=1, payload=bytes(100))
     await caller.drain()
@@ -759,11 +759,11 @@ async def test_cancelling_drain_leaves_the_connection_open() -> None:
 @in_loop
 async def test_cancelling_close_ends_at_once() -> None:
     caller, _, near, _ = await memory_pair(Limits(close_timeout_s=60))
-    near.held = True
+    near.blocked = True
     caller.send(Ping(request=1))
     task = asyncio.create_task(caller.close())
     await asyncio.sleep(0)
-    await cancelled(task)
+    await cancel(task)
     assert near.get_write_buffer_size() == 0
     assert caller.closed
 
@@ -788,20 +788,20 @@ def test_cancelling_connect_leaves_no_connection(turns: int) -> None:
 
 
 @in_loop
-async def test_cancelling_connect_while_the_peer_does_not_greet_leaves_no_connection() -> None:
-    heard: asyncio.Queue[bytes] = asyncio.Queue()
+async def test_cancelling_connect_before_the_peers_hello_leaves_no_connection() -> None:
+    received: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def stay_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        heard.put_nowait(await reader.read(1 << 16))
-        heard.put_nowait(await reader.read())
+        received.put_nowait(await reader.read(1 << 16))
+        received.put_nowait(await reader.read())
         writer.close()
 
     async with await asyncio.start_server(stay_silent, "127.0.0.1", 0, ssl=peer_context(IDENTITY)) as server:
         address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
         task = asyncio.create_task(connect(address, CALLER_HELLO))
-        assert await heard.get() != b""
-        await cancelled(task)
-        assert await heard.get() == b""
+        assert await received.get() != b""
+        await cancel(task)
+        assert await received.get() == b""
 
 
 @in_loop
@@ -821,7 +821,7 @@ async def test_a_handler_that_is_cancelled_closes_its_connection() -> None:
 
 
 @in_loop
-async def test_the_first_address_that_works_wins_and_the_others_are_dropped() -> None:
+async def test_the_first_connection_that_works_is_kept_and_the_others_are_closed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         slow = Address("127.0.0.1", silent.getsockname()[1])
         async with listening() as listener:
@@ -835,7 +835,7 @@ async def test_the_first_address_that_works_wins_and_the_others_are_dropped() ->
 
 
 @in_loop
-async def test_where_no_address_works_all_are_named() -> None:
+async def test_if_no_address_works_all_are_named() -> None:
     with pytest.raises(PeerUnreachable, match=r"127\.0\.0\.1:1 .*127\.0\.0\.1:2 "):
         await connect_any([Address("127.0.0.1", 1), Address("127.0.0.1", 2)], CALLER_HELLO)
     with pytest.raises(PeerUnreachable, match="no address"):
@@ -843,7 +843,7 @@ async def test_where_no_address_works_all_are_named() -> None:
 
 
 @in_loop
-async def test_the_only_address_says_itself_why_it_does_not_work() -> None:
+async def test_the_error_of_a_single_address_is_raised_unchanged() -> None:
     async with listening() as listener:
         with pytest.raises(WrongPeer):
             await connect_any([at(listener, "a" * 32)], CALLER_HELLO)
@@ -865,11 +865,11 @@ def test_cancelling_connect_any_leaves_no_connection(turns: int) -> None:
     scenario()
 
 
-def test_senseless_limits_are_named() -> None:
+def test_invalid_limits_are_named() -> None:
     with pytest.raises(ConfigError, match="max_payload is 0"):
         Limits(max_payload=0)
 
 
-def test_a_piece_of_a_file_fits_the_default_limits() -> None:
+def test_the_largest_file_piece_fits_the_default_limits() -> None:
     FilePiece(request=1, data=bytes(4 << 20))
     assert Limits().max_unread >= 4 << 20

@@ -1,4 +1,4 @@
-"""Any valid message, for hypothesis, and what makes two of them the same."""
+"""Hypothesis strategies for all valid messages, and a comparison of messages."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def ids(shape: Any) -> st.SearchStrategy[m.Ids]:
 
 
 def floats(shape: Any, dtype: str = "f32") -> st.SearchStrategy[m.Floats]:
-    """Numbers that survive the way as `dtype` unchanged."""
+    """Numbers that `dtype` represents exactly."""
     if dtype == "bf16":
         return hnp.arrays(np.uint16, shape).map(_from_bf16)
     if dtype == "f16":
@@ -73,7 +73,7 @@ def _of_scale_one(whole: Any) -> m.Floats:
 
 def _from_bf16(bits: Any) -> m.Floats:
     values = (bits.astype(np.uint32) << 16).view(np.float32)
-    return np.where(np.isnan(values), np.float32(0), values)  # a signalling NaN comes back quiet
+    return np.where(np.isnan(values), np.float32(0), values)  # The codec turns a signalling NaN into a quiet one.
 
 
 @st.composite
@@ -151,7 +151,7 @@ def opens(draw: st.DrawFn) -> m.OpenSession:
     )
 
 
-CALLER_SAYS: dict[type[m.Message], st.SearchStrategy[Any]] = {
+CALLER_MESSAGES: dict[type[m.Message], st.SearchStrategy[Any]] = {
     m.OpenSession: opens(),
     m.Link: st.builds(
         m.Link,
@@ -178,7 +178,7 @@ CALLER_SAYS: dict[type[m.Message], st.SearchStrategy[Any]] = {
     ),
     q.AskReach: st.builds(q.AskReach, request=naturals, port=st.integers(1, 65535), peer_id=names),
 }
-PEER_SAYS: dict[type[m.Message], st.SearchStrategy[Any]] = {
+PEER_MESSAGES: dict[type[m.Message], st.SearchStrategy[Any]] = {
     m.SessionOpened: st.builds(m.SessionOpened, request=naturals, kv_free=naturals),
     m.Linked: st.builds(m.Linked, request=naturals),
     m.Attached: st.builds(m.Attached, request=naturals),
@@ -192,13 +192,13 @@ PEER_SAYS: dict[type[m.Message], st.SearchStrategy[Any]] = {
     q.FilePiece: st.builds(q.FilePiece, request=naturals, data=st.binary(max_size=50)),
     q.Reach: st.builds(q.Reach, request=naturals, address=texts, problem=texts),
 }
-EVERYTHING: dict[type[m.Message], st.SearchStrategy[Any]] = {
+ALL_MESSAGES: dict[type[m.Message], st.SearchStrategy[Any]] = {
     m.Hello: hellos,
     m.Failure: failures,
-    **CALLER_SAYS,
-    **PEER_SAYS,
+    **CALLER_MESSAGES,
+    **PEER_MESSAGES,
 }
-any_message = st.one_of(*EVERYTHING.values())
+any_message = st.one_of(*ALL_MESSAGES.values())
 
 
 def same(left: m.Message, right: m.Message) -> bool:

@@ -39,76 +39,76 @@ SAME_ON_BOTH_SIDES = [
 
 @pytest.mark.parametrize("kind", SAME_ON_BOTH_SIDES, ids=lambda kind: kind.code)
 def test_these_errors_mean_the_same_on_both_sides(kind: type[SwarmError]) -> None:
-    back = failure_to_error(error_to_failure(kind("what happened; what to do")), SENDER)
-    assert type(back) is kind
-    assert str(back) == "what happened; what to do"
+    decoded = failure_to_error(error_to_failure(kind("what happened; what to do")), SENDER)
+    assert type(decoded) is kind
+    assert str(decoded) == "what happened; what to do"
 
 
 @pytest.mark.parametrize("kind", [EngineError, DamagedFile, ConfigError, LocalProtocolError, SwarmError])
-def test_trouble_of_the_senders_own_machine_is_a_peer_that_failed(kind: type[SwarmError]) -> None:
-    back = failure_to_error(error_to_failure(kind("the device is gone")), SENDER)
-    assert type(back) is PeerFailed
-    assert back.peer == SENDER
-    assert str(back) == f"peer {SENDER[:8]} failed: the device is gone"
+def test_an_error_of_the_senders_own_machine_becomes_peer_failed(kind: type[SwarmError]) -> None:
+    decoded = failure_to_error(error_to_failure(kind("the device is gone")), SENDER)
+    assert type(decoded) is PeerFailed
+    assert decoded.peer == SENDER
+    assert str(decoded) == f"peer {SENDER[:8]} failed: the device is gone"
 
 
-def test_an_unknown_code_is_a_peer_that_failed() -> None:
+def test_an_unknown_code_becomes_peer_failed() -> None:
     assert type(failure_to_error(Failure(code="from_the_future", text=""), SENDER)) is PeerFailed
 
 
-def test_a_complaint_about_our_bytes_is_our_own_bug() -> None:
-    back = failure_to_error(error_to_failure(RemoteProtocolError("Forward: tokens is 7")), SENDER)
-    assert type(back) is LocalProtocolError
-    assert "Forward: tokens is 7" in str(back)
+def test_a_protocol_error_about_our_bytes_becomes_local() -> None:
+    decoded = failure_to_error(error_to_failure(RemoteProtocolError("Forward: tokens is 7")), SENDER)
+    assert type(decoded) is LocalProtocolError
+    assert "Forward: tokens is 7" in str(decoded)
 
 
-def test_another_version_is_the_other_sides_trouble() -> None:
-    back = failure_to_error(error_to_failure(ProtocolError("version 1 and version 2")), SENDER)
-    assert type(back) is RemoteProtocolError
+def test_another_protocol_version_becomes_remote() -> None:
+    decoded = failure_to_error(error_to_failure(ProtocolError("version 1 and version 2")), SENDER)
+    assert type(decoded) is RemoteProtocolError
 
 
-def test_the_peer_at_fault_is_who_was_named_or_else_who_sent() -> None:
-    named = failure_to_error(error_to_failure(WrongPeer("somebody else", peer=OTHER)), SENDER)
-    unnamed = failure_to_error(error_to_failure(WrongPeer("somebody else")), SENDER)
+def test_the_peer_at_fault_is_the_named_one_or_else_the_sender() -> None:
+    named = failure_to_error(error_to_failure(WrongPeer("another key", peer=OTHER)), SENDER)
+    unnamed = failure_to_error(error_to_failure(WrongPeer("another key")), SENDER)
     assert isinstance(named, PeerError)
     assert isinstance(unnamed, PeerError)
     assert (named.peer, unnamed.peer) == (OTHER, SENDER)
 
 
-def test_the_numbers_of_an_error_travel_with_it() -> None:
-    back = failure_to_error(error_to_failure(NotCovered("missing", [(0, 3), (7, 9)])), SENDER)
-    assert isinstance(back, NotCovered)
-    assert back.missing == ((0, 3), (7, 9))
+def test_the_values_of_an_error_are_sent_with_it() -> None:
+    decoded = failure_to_error(error_to_failure(NotCovered("missing", [(0, 3), (7, 9)])), SENDER)
+    assert isinstance(decoded, NotCovered)
+    assert decoded.missing == ((0, 3), (7, 9))
     busy = failure_to_error(error_to_failure(errors.PeerBusy("later", retry_after=2.5)), SENDER)
     assert isinstance(busy, PeerError)
     assert busy.retry_after == 2.5
 
 
-def test_what_the_failure_is_about_is_said() -> None:
+def test_a_failure_names_its_request_or_step() -> None:
     failure = error_to_failure(PeerFailed("no"), request=1, session="session-1", epoch=2, step=3)
     assert (failure.request, failure.session, failure.epoch, failure.step) == (1, "session-1", 2, 3)
 
 
-def test_a_long_text_is_cut_and_never_refused() -> None:
+def test_a_long_text_is_truncated() -> None:
     assert len(error_to_failure(PeerFailed("x" * 10_000)).text) == MAX_TEXT
 
 
-def test_a_text_from_elsewhere_does_not_steer_the_terminal() -> None:
-    back = failure_to_error(Failure(code="bad_step", text="\x1b[2J\nall is well"), SENDER)
-    assert str(back).isprintable()
-    assert "all is well" in str(back)
+def test_control_characters_in_a_text_are_replaced() -> None:
+    decoded = failure_to_error(Failure(code="bad_step", text="\x1b[2J\nall is well"), SENDER)
+    assert str(decoded).isprintable()
+    assert "all is well" in str(decoded)
 
 
 @pytest.mark.parametrize("missing", [5, "ab", ("a", "b"), (3,), (5, 2), (-1, 4), (1.5, 2.5)])
-def test_numbers_that_are_none_are_left_out(missing: int | str | tuple[int, ...]) -> None:
-    back = failure_to_error(Failure(code="not_covered", text="", detail={"missing": missing}), SENDER)
-    assert isinstance(back, NotCovered)
-    assert back.missing == ()
+def test_invalid_missing_layers_are_ignored(missing: int | str | tuple[int, ...]) -> None:
+    decoded = failure_to_error(Failure(code="not_covered", text="", detail={"missing": missing}), SENDER)
+    assert isinstance(decoded, NotCovered)
+    assert decoded.missing == ()
 
 
 @given(failures)
-def test_any_failure_is_an_error_of_the_tree(failure: Failure) -> None:
-    back = failure_to_error(failure, SENDER)
-    assert isinstance(back, SwarmError)
-    if isinstance(back, PeerError):
-        assert 0 <= back.retry_after <= 3600
+def test_any_failure_becomes_an_error_of_the_tree(failure: Failure) -> None:
+    decoded = failure_to_error(failure, SENDER)
+    assert isinstance(decoded, SwarmError)
+    if isinstance(decoded, PeerError):
+        assert 0 <= decoded.retry_after <= 3600

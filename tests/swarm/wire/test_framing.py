@@ -28,7 +28,7 @@ def chunks(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 @given(st.lists(contents, max_size=5), st.lists(st.integers(0, 2000), max_size=12))
-def test_frames_arrive_whole_however_their_bytes_are_cut(frames: list[tuple[bytes, bytes]], cuts: list[int]) -> None:
+def test_frames_arrive_whole_for_any_split_of_their_bytes(frames: list[tuple[bytes, bytes]], cuts: list[int]) -> None:
     receiver, found = framer(), []
     for chunk in chunks(b"".join(on_the_wire(*frame) for frame in frames), cuts):
         found += [(bytes(frame.header), bytes(frame.payload)) for frame in receiver.feed(chunk)]
@@ -37,7 +37,7 @@ def test_frames_arrive_whole_however_their_bytes_are_cut(frames: list[tuple[byte
 
 
 @given(contents)
-def test_byte_by_byte_is_enough(frame: tuple[bytes, bytes]) -> None:
+def test_frames_are_read_byte_by_byte(frame: tuple[bytes, bytes]) -> None:
     receiver = framer()
     data = on_the_wire(*frame)
     found = []
@@ -47,7 +47,7 @@ def test_byte_by_byte_is_enough(frame: tuple[bytes, bytes]) -> None:
     assert [(bytes(f.header), bytes(f.payload)) for f in found] == [frame]
 
 
-def test_each_payload_is_its_own_memory() -> None:
+def test_payloads_share_no_memory() -> None:
     data = bytearray(on_the_wire(b"h", b"first") + on_the_wire(b"h", b"again"))
     first, again = framer().feed(data)
     data[:] = bytes(len(data))
@@ -81,7 +81,7 @@ def test_a_length_over_its_limit_is_refused_before_anything_is_allocated(prefix:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=10))
-def test_random_bytes_raise_nothing_else_and_never_hold_more_than_the_limits(data: list[bytes]) -> None:
+def test_random_bytes_raise_only_protocol_errors_and_frames_stay_within_the_limits(data: list[bytes]) -> None:
     receiver = framer()
     try:
         for chunk in data:
@@ -92,7 +92,7 @@ def test_random_bytes_raise_nothing_else_and_never_hold_more_than_the_limits(dat
         pass
 
 
-def test_limits_may_change_between_two_frames_of_one_chunk() -> None:
+def test_limits_can_change_between_two_frames_of_one_chunk() -> None:
     receiver = Framer(max_header=MAX_HEADER, max_payload=0)
     found = []
     for frame in receiver.feed(on_the_wire(b"hello", b"") + on_the_wire(b"then", b"payload")):
@@ -102,7 +102,7 @@ def test_limits_may_change_between_two_frames_of_one_chunk() -> None:
 
 
 def test_a_payload_is_received_into_one_buffer() -> None:
-    """Its size is what it takes, not its size times its chunks."""
+    """Receiving more chunks allocates no more memory."""
     size = 4 << 20
     receiver = Framer(max_header=MAX_HEADER, max_payload=size)
     chunk = bytes(16 << 10)
@@ -118,14 +118,14 @@ def test_a_payload_is_received_into_one_buffer() -> None:
     assert len(frame.payload) == size
 
 
-def test_what_the_other_side_would_refuse_is_not_sent() -> None:
+def test_a_frame_over_the_limits_is_not_sent() -> None:
     with pytest.raises(LocalProtocolError, match="over the limit"):
         frame_buffers(b"h", [bytes(200), bytes(57)], max_header=MAX_HEADER, max_payload=MAX_PAYLOAD)
     with pytest.raises(LocalProtocolError, match="over the limit"):
         frame_buffers(bytes(65), [], max_header=MAX_HEADER, max_payload=MAX_PAYLOAD)
 
 
-def test_a_payload_is_sent_as_it_is() -> None:
+def test_a_payload_is_sent_without_a_copy() -> None:
     payload = memoryview(bytes(10))
     buffers = frame_buffers(b"h", [payload], max_header=MAX_HEADER, max_payload=MAX_PAYLOAD)
     assert buffers[1] is payload

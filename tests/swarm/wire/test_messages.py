@@ -15,7 +15,7 @@ from swarm.wire.framing import Frame
 from swarm.wire.message import Message
 from swarm.wire.messages import Failure, Forward, Hello, HopTrace, Link, OpenSession, Output
 from swarm.wire.queries import AskFile, FilePiece, Ping
-from tests.swarm.wire.strategies import EVERYTHING, any_message, same
+from tests.swarm.wire.strategies import ALL_MESSAGES, any_message, same
 
 SAMPLING = [1.0, 0, 1.0, 0.0, 1.0, 0, None, 0.0, 0.0, [], 0, ""]
 
@@ -37,7 +37,7 @@ def changed(message: Message, **values: Any) -> Frame:
 
 
 def a_forward(**values: Any) -> Forward:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "session": "session-1",
         "epoch": 1,
         "step": 2,
@@ -46,22 +46,22 @@ def a_forward(**values: Any) -> Forward:
         "tokens": np.array([5, 6], np.int32),
         "hidden": np.ones((2, 4), np.float32),
     }
-    return Forward(**(given | values))
+    return Forward(**(defaults | values))
 
 
 def test_every_message_has_a_strategy_and_its_own_kind() -> None:
-    assert set(MESSAGES.values()) == set(EVERYTHING)
+    assert set(MESSAGES.values()) == set(ALL_MESSAGES)
     assert all(message.kind == kind for kind, message in MESSAGES.items())
 
 
-@pytest.mark.parametrize("kind", EVERYTHING, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", ALL_MESSAGES, ids=lambda kind: kind.__name__)
 @given(data=st.data())
-def test_every_message_comes_back_as_it_was(kind: type[Message], data: st.DataObject) -> None:
-    message = data.draw(EVERYTHING[kind])
+def test_every_message_survives_encoding_and_decoding(kind: type[Message], data: st.DataObject) -> None:
+    message = data.draw(ALL_MESSAGES[kind])
     assert same(decode(frame_of(message)), message)
 
 
-def test_bulk_bytes_travel_as_payload_and_are_not_copied() -> None:
+def test_bulk_bytes_are_payload_and_not_copied() -> None:
     data = bytes(1 << 20)
     header, payload = encode(FilePiece(request=1, data=data))
     assert len(header) < 64
@@ -69,7 +69,7 @@ def test_bulk_bytes_travel_as_payload_and_are_not_copied() -> None:
     assert payload[0].obj is data
 
 
-def test_hidden_states_are_views_of_their_array_on_the_way_out() -> None:
+def test_encoded_hidden_states_are_views_of_their_array() -> None:
     message = a_forward()
     assert message.hidden is not None
     _, payload = encode(message)
@@ -77,7 +77,7 @@ def test_hidden_states_are_views_of_their_array_on_the_way_out() -> None:
     assert np.frombuffer(payload[1], np.float32)[7] == 7
 
 
-def test_hidden_states_are_views_of_the_payload_on_the_way_in() -> None:
+def test_decoded_hidden_states_are_views_of_the_payload() -> None:
     frame = frame_of(a_forward())
     message = decode(frame)
     assert isinstance(message, Forward)
@@ -86,19 +86,19 @@ def test_hidden_states_are_views_of_the_payload_on_the_way_in() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
-def test_hidden_states_take_half_the_bytes_where_that_was_agreed(dtype: str) -> None:
+def test_hidden_states_take_half_the_bytes_in_half_precision(dtype: str) -> None:
     message = a_forward(dtype=dtype, hidden=np.full((2, 4), 1.5, np.float32))
     frame = frame_of(message)
     assert len(frame.payload) == 2 * 4 + 2 * 4 * 2
     assert same(decode(frame), message)
 
 
-def test_defaults_are_left_out_of_the_header() -> None:
+def test_the_header_omits_defaults() -> None:
     header, _ = encode(Ping(request=1))
     assert msgpack.unpackb(header) == {"kind": "ping", "request": 1}
 
 
-def test_the_header_of_a_decoding_step_is_small() -> None:
+def test_the_header_of_a_decode_step_is_small() -> None:
     trace = HopTrace(peer="p" * 32, queue_s=1e-4, compute_s=1e-2, codec_s=1e-5, received_at=1e5, sent_at=1e5)
     message = a_forward(session="s" * 32, tokens=np.zeros(1, np.int32), hidden=np.zeros((1, 576), np.float32))
     assert len(encode(replace(message, trace=(trace,)))[0]) < 256
@@ -133,8 +133,8 @@ WRONG: list[Any] = [None, True, -1, 1.5, "\x00", b"\x00", [], [[]], {}, {"a": {}
 
 
 @given(any_message, st.data())
-def test_a_field_of_the_wrong_type_is_nonsense_of_the_other_side(message: Message, data: st.DataObject) -> None:
-    """Or, where the value happens to be right, a message; but never another error."""
+def test_a_field_of_the_wrong_type_is_a_remote_protocol_error(message: Message, data: st.DataObject) -> None:
+    """Some of the values are valid for some fields: then a message. Never another error."""
     plain = msgpack.unpackb(encode(message)[0])
     name = data.draw(st.sampled_from([name for name in plain if name != "kind"]))
     wrong = data.draw(st.sampled_from(WRONG))
@@ -179,7 +179,7 @@ def test_a_field_of_the_wrong_type_is_nonsense_of_the_other_side(message: Messag
         ({"sampling": [*SAMPLING[:9], {"1": 1.0}, 0, ""]}, "sampling"),
     ],
 )
-def test_what_is_wrong_in_a_step_is_named(values: dict[str, Any], named: str) -> None:
+def test_an_invalid_field_of_a_step_is_named(values: dict[str, Any], named: str) -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         decode(changed(a_forward(), **values))
     assert str(caught.value).startswith("Forward: ")
@@ -209,13 +209,13 @@ def test_half_precision_is_read_by_the_dtype_of_the_message() -> None:
         b"\x91" * 100_000,
     ],
 )
-def test_a_header_that_is_none_is_refused(header: bytes) -> None:
+def test_an_invalid_header_is_refused(header: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         decode(Frame(memoryview(header), memoryview(b"")))
 
 
 @given(any_message, st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=8))
-def test_damaged_headers_raise_nothing_else(message: Message, damages: list[tuple[int, int]]) -> None:
+def test_damaged_headers_raise_only_protocol_errors(message: Message, damages: list[tuple[int, int]]) -> None:
     header, payload = encode(message)
     damaged = bytearray(header)
     for position, value in damages:
@@ -227,12 +227,12 @@ def test_damaged_headers_raise_nothing_else(message: Message, damages: list[tupl
 
 
 @given(st.binary(max_size=200), st.binary(max_size=50))
-def test_random_headers_raise_nothing_else(header: bytes, payload: bytes) -> None:
+def test_random_headers_raise_only_protocol_errors(header: bytes, payload: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         decode(Frame(memoryview(header), memoryview(payload)))
 
 
-def test_a_wrong_message_made_here_is_our_own_bug() -> None:
+def test_constructing_an_invalid_message_is_a_local_protocol_error() -> None:
     with pytest.raises(LocalProtocolError, match=r"Forward: tokens"):
         a_forward(tokens=np.zeros(2, np.int64))
     with pytest.raises(LocalProtocolError, match=r"Forward: hidden"):

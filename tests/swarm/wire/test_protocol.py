@@ -14,9 +14,9 @@ from swarm.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
 from swarm.wire.framing import PREFIX
 from swarm.wire.message import Message
 from swarm.wire.messages import PROTOCOL_VERSION, Failure, Forward, Hello, Output
-from swarm.wire.protocol import MAX_GREETING, MAX_PAYLOAD, Connection, Role, State
+from swarm.wire.protocol import MAX_HELLO, MAX_PAYLOAD, Connection, Role, State
 from swarm.wire.queries import AskDht, Ping, Pong
-from tests.swarm.wire.strategies import CALLER_SAYS, PEER_SAYS, hellos, same
+from tests.swarm.wire.strategies import CALLER_MESSAGES, PEER_MESSAGES, hellos, same
 
 CALLER_HELLO = Hello(protocol=PROTOCOL_VERSION, software="test", role="client")
 PEER_HELLO = Hello(protocol=PROTOCOL_VERSION, software="test", role="peer", model="m" * 64)
@@ -30,7 +30,7 @@ class Pair:
     peer: Connection = field(default_factory=lambda: Connection(Role.PEER))
 
     @classmethod
-    def greeted(cls) -> Pair:
+    def opened(cls) -> Pair:
         pair = cls()
         assert pair.to_peer(CALLER_HELLO) == [CALLER_HELLO]
         assert pair.to_caller(PEER_HELLO) == [PEER_HELLO]
@@ -53,51 +53,53 @@ def framed(plain: Any, payload: bytes = b"") -> bytes:
 
 
 @given(hellos, hellos)
-def test_both_sides_greet_and_see_the_same_states(first: Hello, second: Hello) -> None:
+def test_both_sides_send_hello_and_see_the_same_states(first: Hello, second: Hello) -> None:
     pair = Pair()
     assert pair.states == (State.START, State.START)
     assert pair.to_peer(first) == [first]
-    assert pair.states == (State.GREETING, State.GREETING)
+    assert pair.states == (State.HELLO_SENT, State.HELLO_SENT)
     assert pair.to_caller(second) == [second]
-    assert pair.states == (State.GREETED, State.GREETED)
+    assert pair.states == (State.OPEN, State.OPEN)
 
 
-@given(st.lists(st.one_of(*CALLER_SAYS.values()), max_size=4), st.lists(st.one_of(*PEER_SAYS.values()), max_size=4))
-def test_what_one_side_says_the_other_hears_in_order(asked: list[Message], answered: list[Message]) -> None:
-    pair = Pair.greeted()
-    for said, heard in ((asked, pair.to_peer(*asked)), (answered, pair.to_caller(*answered))):
-        assert len(said) == len(heard)
-        assert all(map(same, said, heard))
-    assert pair.states == (State.GREETED, State.GREETED)
+@given(
+    st.lists(st.one_of(*CALLER_MESSAGES.values()), max_size=4), st.lists(st.one_of(*PEER_MESSAGES.values()), max_size=4)
+)
+def test_messages_arrive_in_order(requests: list[Message], answers: list[Message]) -> None:
+    pair = Pair.opened()
+    for sent, received in ((requests, pair.to_peer(*requests)), (answers, pair.to_caller(*answers))):
+        assert len(sent) == len(received)
+        assert all(map(same, sent, received))
+    assert pair.states == (State.OPEN, State.OPEN)
 
 
-@pytest.mark.parametrize("kind", [*CALLER_SAYS, *PEER_SAYS], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*CALLER_MESSAGES, *PEER_MESSAGES], ids=lambda kind: kind.__name__)
 @settings(max_examples=5)
 @given(data=st.data())
-def test_nobody_speaks_out_of_turn(kind: type[Message], data: st.DataObject) -> None:
-    message = data.draw((CALLER_SAYS | PEER_SAYS)[kind])
-    pair = Pair.greeted()
-    wrong, right = (pair.peer, pair.caller) if kind in CALLER_SAYS else (pair.caller, pair.peer)
-    with pytest.raises(LocalProtocolError, match=f"cannot send {kind.__name__} when GREETED"):
+def test_a_message_of_the_wrong_side_or_state_is_refused(kind: type[Message], data: st.DataObject) -> None:
+    message = data.draw((CALLER_MESSAGES | PEER_MESSAGES)[kind])
+    pair = Pair.opened()
+    wrong, right = (pair.peer, pair.caller) if kind in CALLER_MESSAGES else (pair.caller, pair.peer)
+    with pytest.raises(LocalProtocolError, match=f"cannot send {kind.__name__} when OPEN"):
         wrong.data_to_send(message)
     with pytest.raises(LocalProtocolError, match=f"cannot send {kind.__name__} when START"):
         Connection(right.role).data_to_send(message)
-    # a twin of the right side says it: then the receiver is the same role, and refuses
-    twin: Connection = getattr(Pair.greeted(), right.role.value)
-    (error,) = twin.receive_data(b"".join(right.data_to_send(message)))
+    # A receiver of the same role as the sender refuses it.
+    receiver: Connection = getattr(Pair.opened(), right.role.value)
+    (error,) = receiver.receive_data(b"".join(right.data_to_send(message)))
     assert isinstance(error, RemoteProtocolError)
-    assert f"sent {kind.__name__} when GREETED" in str(error)
+    assert f"sent {kind.__name__} when OPEN" in str(error)
 
 
-def test_a_second_greeting_is_nonsense() -> None:
-    pair = Pair.greeted()
+def test_a_second_hello_is_refused() -> None:
+    pair = Pair.opened()
     with pytest.raises(LocalProtocolError, match="cannot send Hello"):
         pair.caller.data_to_send(CALLER_HELLO)
     (error,) = pair.peer.receive_data(b"".join(Connection(Role.CALLER).data_to_send(CALLER_HELLO)))
     assert isinstance(error, RemoteProtocolError)
 
 
-def test_the_peer_may_refuse_the_greeting() -> None:
+def test_the_peer_can_answer_hello_with_a_failure() -> None:
     pair = Pair()
     pair.to_peer(CALLER_HELLO)
     refusal = Failure(code="peer_busy", text="no room", retry_after=5.0)
@@ -105,16 +107,16 @@ def test_the_peer_may_refuse_the_greeting() -> None:
     assert pair.states == (State.CLOSED, State.CLOSED)
 
 
-def test_a_refusal_of_a_greeting_is_about_no_request() -> None:
+def test_a_failure_of_a_request_before_hello_is_refused() -> None:
     pair = Pair()
     pair.to_peer(CALLER_HELLO)
     (error,) = pair.to_caller(Failure(code="peer_busy", text="", request=3))
     assert isinstance(error, RemoteProtocolError)
 
 
-def test_after_a_failure_of_the_connection_nothing_is_said_or_heard() -> None:
-    pair = Pair.greeted()
-    last = Failure(code="remote_protocol", text="nonsense")
+def test_after_a_failure_of_the_connection_nothing_is_sent_or_received() -> None:
+    pair = Pair.opened()
+    last = Failure(code="remote_protocol", text="invalid")
     assert pair.to_caller(last) == [last]
     assert pair.states == (State.CLOSED, State.CLOSED)
     for side, message in ((pair.caller, AskDht(request=1)), (pair.peer, Pong(request=1, time=0.0))):
@@ -123,25 +125,25 @@ def test_after_a_failure_of_the_connection_nothing_is_said_or_heard() -> None:
         assert side.receive_data(framed({"kind": "ping"})) == []
 
 
-def test_a_failure_of_a_request_or_a_step_ends_nothing() -> None:
-    pair = Pair.greeted()
+def test_a_failure_of_a_request_or_a_step_leaves_the_connection_open() -> None:
+    pair = Pair.opened()
     failures = [Failure(code="bad_step", text="", request=1), Failure(code="bad_step", text="", session="session-1")]
     assert pair.to_caller(*failures) == failures
-    assert pair.states == (State.GREETED, State.GREETED)
+    assert pair.states == (State.OPEN, State.OPEN)
 
 
-def test_what_came_before_nonsense_is_still_heard() -> None:
-    pair = Pair.greeted()
+def test_messages_before_invalid_data_are_received() -> None:
+    pair = Pair.opened()
     ping = Ping(request=1)
     data = b"".join(pair.caller.data_to_send(ping))
     *messages, error = pair.peer.receive_data(data + data + framed({"kind": "ping"}) + data)
     assert messages == [ping, ping]
     assert isinstance(error, RemoteProtocolError)
-    assert pair.peer.deaf
+    assert pair.peer.receive_failed
 
 
-def test_after_nonsense_nothing_is_heard_but_answers_and_the_reason_may_be_said() -> None:
-    pair = Pair.greeted()
+def test_after_invalid_data_nothing_is_received_but_answers_and_a_failure_can_be_sent() -> None:
+    pair = Pair.opened()
     pair.peer.receive_data(framed(b"\xc1"))
     assert pair.peer.receive_data(framed({"kind": "ping", "request": 1})) == []
     pong, failure = Pong(request=1, time=0.0), Failure(code="remote_protocol", text="")
@@ -167,13 +169,13 @@ def test_another_version_is_named_by_the_caller() -> None:
     assert "version 99" in str(error)
 
 
-def test_before_the_greeting_a_frame_is_small() -> None:
-    for prefix in (PREFIX.pack(MAX_GREETING + 1, 0), PREFIX.pack(10, 1), PREFIX.pack(10, 2 << 30)):
+def test_before_hello_frames_must_be_small() -> None:
+    for prefix in (PREFIX.pack(MAX_HELLO + 1, 0), PREFIX.pack(10, 1), PREFIX.pack(10, 2 << 30)):
         (error,) = Connection(Role.PEER).receive_data(prefix)
         assert isinstance(error, RemoteProtocolError)
 
 
-def test_afterwards_it_is_as_large_as_the_limits_say() -> None:
+def test_after_hello_the_payload_limit_applies() -> None:
     pair = Pair(peer=Connection(Role.PEER, max_payload=100))
     pair.to_peer(CALLER_HELLO)
     pair.to_caller(PEER_HELLO)
@@ -182,26 +184,26 @@ def test_afterwards_it_is_as_large_as_the_limits_say() -> None:
     assert "payload has 101 bytes; 100 are allowed" in str(error)
 
 
-def test_larger_payloads_may_be_allowed_later_and_never_over_the_limit_of_all() -> None:
-    def greeted() -> Pair:
+def test_the_payload_limit_can_be_raised_up_to_the_protocols_maximum() -> None:
+    def opened() -> Pair:
         pair = Pair(peer=Connection(Role.PEER, max_payload=10))
-        pair.peer.allow_payload(5)  # less than before changes nothing
+        pair.peer.allow_payload(5)  # Less than before: no effect.
         assert pair.to_peer(CALLER_HELLO) == [CALLER_HELLO]
         pair.to_caller(PEER_HELLO)
         return pair
 
     large = Ping(request=1, payload=bytes(11))
-    assert greeted().to_peer(replace(large, payload=bytes(10))) == [replace(large, payload=bytes(10))]
-    assert isinstance(greeted().to_peer(large)[0], RemoteProtocolError)
-    pair = greeted()
+    assert opened().to_peer(replace(large, payload=bytes(10))) == [replace(large, payload=bytes(10))]
+    assert isinstance(opened().to_peer(large)[0], RemoteProtocolError)
+    pair = opened()
     pair.peer.allow_payload(11)
     assert pair.to_peer(large) == [large]
     pair.peer.allow_payload(1 << 40)
     assert isinstance(pair.peer.receive_data(PREFIX.pack(10, MAX_PAYLOAD + 1))[0], RemoteProtocolError)
 
 
-def test_a_message_that_could_not_be_sent_leaves_the_connection_as_it_was() -> None:
-    pair = Pair.greeted()
+def test_a_message_that_cannot_be_encoded_does_not_change_the_connection() -> None:
+    pair = Pair.opened()
     big = Forward(
         session="session-1",
         epoch=0,
@@ -218,7 +220,7 @@ def test_a_message_that_could_not_be_sent_leaves_the_connection_as_it_was() -> N
 
 
 def test_tensors_are_sent_as_views() -> None:
-    pair = Pair.greeted()
+    pair = Pair.opened()
     hidden = np.zeros((4, 8), np.float32)
     answer = Output(session="session-1", epoch=0, step=0, ids=np.zeros(0, np.int32), hidden=hidden)
     *_, last = pair.peer.data_to_send(answer)
@@ -226,8 +228,8 @@ def test_tensors_are_sent_as_views() -> None:
 
 
 @given(st.lists(st.binary(max_size=60), max_size=8), st.booleans())
-def test_random_bytes_end_in_an_error_or_in_nothing(data: list[bytes], greeted: bool) -> None:
-    peer = Pair.greeted().peer if greeted else Connection(Role.PEER)
+def test_random_bytes_raise_only_protocol_errors(data: list[bytes], opened: bool) -> None:
+    peer = Pair.opened().peer if opened else Connection(Role.PEER)
     for chunk in data:
         for received in peer.receive_data(chunk):
             assert isinstance(received, (Message, RemoteProtocolError))
@@ -235,14 +237,14 @@ def test_random_bytes_end_in_an_error_or_in_nothing(data: list[bytes], greeted: 
 
 @settings(max_examples=200)
 @given(
-    st.lists(st.one_of(*CALLER_SAYS.values()), min_size=1, max_size=3),
+    st.lists(st.one_of(*CALLER_MESSAGES.values()), min_size=1, max_size=3),
     st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=6),
     st.lists(st.integers(0, 1 << 16), max_size=4),
 )
-def test_mutated_frames_end_in_an_error_or_in_messages(
+def test_mutated_frames_give_messages_or_protocol_errors(
     messages: list[Message], damages: list[tuple[int, int]], cuts: list[int]
 ) -> None:
-    pair = Pair.greeted()
+    pair = Pair.opened()
     data = bytearray(b"".join(b"".join(pair.caller.data_to_send(message)) for message in messages))
     for position, value in damages:
         data[position % len(data)] = value
