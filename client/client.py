@@ -234,7 +234,9 @@ class SwarmClient:
     def routes(self) -> list[RouteInUse]:
         """Over which peers the sessions of this client run now; those that have no route yet are left out."""
         return [
-            RouteInUse(session=session.number, hops=tuple(hops), tokens=pipeline.length, repairs=pipeline.repairs)
+            RouteInUse(
+                session=session.number, hops=tuple(hops), tokens=pipeline.cached_tokens, repairs=pipeline.repairs
+            )
             for pipeline, session in self._open.items()
             if (hops := pipeline.hops())
         ]

@@ -252,7 +252,7 @@ def test_no_route_leads_to_a_process_that_ended_between_two_tokens(prompt: list[
             ended.cut()
         else:
             ended.die()
-        await until(lambda: not pipeline.is_whole)
+        await until(lambda: not pipeline.is_healthy)
         said += await world.write(pipeline, [*prompt, *said], 4)
         assert said == toy_text(prompt, 8)
         assert "spare" in pipeline.describe_route()
@@ -376,7 +376,7 @@ def test_a_leaving_peer_is_left_between_two_tokens(prompt: list[int]) -> None:
         pipeline = world.pipeline()
         said = await world.write(pipeline, prompt, 4)
         await world.swarm.peers["b"].leave()
-        await until(lambda: not pipeline.is_whole)
+        await until(lambda: not pipeline.is_healthy)
         said += await world.write(pipeline, [*prompt, *said], 4)
         assert said == toy_text(prompt, 8)
         assert "spare" in pipeline.describe_route()
