@@ -42,10 +42,10 @@ def answer(
 def measured(offsets: tuple[float, float] = (0.0, 0.0), codec_s: float = 0.00025) -> Metrics:
     now = [100.0]
     meter = Meter(lambda: now[0])
-    meter.step(answer(100.5, tokens=8, rows=0, offsets=offsets))
-    meter.step(answer(100.6, tokens=8, rows=1, offsets=offsets))
+    meter.on_answer(answer(100.5, tokens=8, rows=0, offsets=offsets))
+    meter.on_answer(answer(100.6, tokens=8, rows=1, offsets=offsets))
     for place in range(10):
-        meter.step(answer(100.612 + 0.012 * place, offsets=offsets, codec_s=codec_s))
+        meter.on_answer(answer(100.612 + 0.012 * place, offsets=offsets, codec_s=codec_s))
     return meter.metrics(prompt_tokens=16, reused_tokens=3, new_tokens=11, repairs=0, route="a → b", hops=HOPS)
 
 
@@ -88,7 +88,7 @@ def test_clocks_that_differ_share_the_way_out_evenly(offsets: tuple[float, float
 def test_steps_over_an_earlier_route_are_left_out() -> None:
     meter = Meter(lambda: 0.0)
     for place in range(4):
-        meter.step(answer(1.0 + place))
+        meter.on_answer(answer(1.0 + place))
     other = [("c" * 32, "c", "0:6")]
     metrics = meter.metrics(prompt_tokens=1, reused_tokens=0, new_tokens=4, repairs=1, route="c", hops=other)
     assert metrics.token_s == 0.0
@@ -98,6 +98,6 @@ def test_steps_over_an_earlier_route_are_left_out() -> None:
 
 def test_a_single_token_has_no_rate() -> None:
     meter = Meter(lambda: 0.0)
-    meter.step(answer(1.0))
+    meter.on_answer(answer(1.0))
     metrics = meter.metrics(prompt_tokens=1, reused_tokens=0, new_tokens=1, repairs=0, route="", hops=[])
     assert (metrics.tokens_per_second, metrics.new_tokens, metrics.hops) == (0.0, 1, ())

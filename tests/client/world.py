@@ -44,7 +44,7 @@ class ToyTokenizer:
 
     ALPHABET = "".join(chr(33 + token) for token in range(97))
     has_chat_template = True
-    tidies = False
+    cleans_up_spaces = False
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return [ord(character) % 97 for character in text]

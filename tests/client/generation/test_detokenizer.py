@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from client.generation.detokenizer import Detokenizer, Stops, Writer
+from client.generation.detokenizer import Detokenizer, StopStringFinder, TextStream
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -58,7 +58,7 @@ def test_a_decoder_that_tidies_up_takes_nothing_back(words: list[str]) -> None:
     def decode(ids: Sequence[int]) -> str:
         return tidy("".join(words[i] for i in ids))
 
-    detokenizer = Detokenizer(decode, tidies=True)
+    detokenizer = Detokenizer(decode, cleans_up_spaces=True)
     pieces = [*(detokenizer.add(i) for i in range(len(words))), detokenizer.finish()]
     assert "".join(pieces) == decode(range(len(words)))
 
@@ -79,7 +79,7 @@ def text_before(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     st.lists(st.integers(0, 40)),
 )
 def test_a_stop_string_is_found_wherever_pieces_are_cut(text: str, stops: list[str], cuts: list[int]) -> None:
-    scanner = Stops(stops)
+    scanner = StopStringFinder(stops)
     edges = sorted({0, len(text), *(c % (len(text) + 1) for c in cuts)})
     shown = "".join(scanner.add(text[a:b]) for a, b in itertools.pairwise(edges)) + scanner.finish()
     assert (shown, scanner.found) == text_before(text, stops)
@@ -87,7 +87,7 @@ def test_a_stop_string_is_found_wherever_pieces_are_cut(text: str, stops: list[s
 
 @given(st.text("ab", max_size=20), st.text("ab", min_size=1, max_size=4))
 def test_nothing_is_held_that_could_not_become_a_stop_string(text: str, stop: str) -> None:
-    scanner = Stops([stop])
+    scanner = StopStringFinder([stop])
     shown = ""
     for end, character in enumerate(text, 1):
         shown += scanner.add(character)
@@ -96,7 +96,7 @@ def test_nothing_is_held_that_could_not_become_a_stop_string(text: str, stop: st
 
 def test_a_stop_string_across_three_tokens_is_not_shown() -> None:
     vocabulary = [b"Say: ", b"E", b"N", b"D now", b"more"]
-    writer = Writer(ByteDecoder(vocabulary), stops=["END"])
+    writer = TextStream(ByteDecoder(vocabulary), stops=["END"])
     assert [writer.add(i) for i in range(4)] == ["Say: ", "", "", ""]
     assert writer.stopped
     assert writer.add(4) == ""
@@ -105,14 +105,14 @@ def test_a_stop_string_across_three_tokens_is_not_shown() -> None:
 
 def test_what_only_began_like_a_stop_string_is_shown() -> None:
     vocabulary = [b"E", b"N", b"ough"]
-    writer = Writer(ByteDecoder(vocabulary), stops=["END"])
+    writer = TextStream(ByteDecoder(vocabulary), stops=["END"])
     assert [writer.add(i) for i in range(3)] == ["", "", "ENough"]
     assert not writer.stopped
-    held = Writer(ByteDecoder([b"the EN"]), stops=["END"])
+    held = TextStream(ByteDecoder([b"the EN"]), stops=["END"])
     assert held.add(0) + held.finish() == "the EN"
 
 
 def test_a_stop_string_that_ends_with_a_broken_sequence_is_found_in_the_end() -> None:
-    writer = Writer(ByteDecoder([b"a", b"\xf0\x9f"]), stops=[REPLACEMENT])
+    writer = TextStream(ByteDecoder([b"a", b"\xf0\x9f"]), stops=[REPLACEMENT])
     assert [writer.add(0), writer.add(1), writer.finish()] == ["a", "", ""]
     assert writer.stopped

@@ -23,7 +23,7 @@ def tokenizer(smollm2_package: Path) -> Tokenizer:
 
 
 def streamed(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    detokenizer = Detokenizer(tokenizer.decode, tidies=tokenizer.tidies)
+    detokenizer = Detokenizer(tokenizer.decode, cleans_up_spaces=tokenizer.cleans_up_spaces)
     return [*(detokenizer.add(token) for token in ids), detokenizer.finish()]
 
 
@@ -33,7 +33,7 @@ def test_a_text_comes_back_and_no_piece_is_broken(tokenizer: Tokenizer) -> None:
     assert "".join(pieces) == tokenizer.decode(ids) == TEXT
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
     assert sum(1 for piece in pieces if piece) > 10
-    assert not tokenizer.tidies
+    assert not tokenizer.cleans_up_spaces
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
