@@ -269,7 +269,7 @@ def test_what_a_session_found_out_of_its_draft_and_route_is_there_for_the_next(
             guesser = await session.guesser(GenerationConfig(draft="ngram"))
             assert guesser is not None
             assert (guesser.tuner.costs is not None) is known
-            guesser.tuner.answered(answer(1.0))
+            guesser.tuner.record_answer(answer(1.0))
             session.close()
         other = SessionDrafts(drafts, max_tokens=32, clock=lambda: 0.0)
         guesser = await other.guesser(GenerationConfig(draft="ngram", max_ngram_size=5))

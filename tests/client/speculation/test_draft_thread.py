@@ -52,10 +52,10 @@ def thread(engine: Watched) -> Iterator[DraftThread]:
     thread.close()
 
 
-def feed(session: str, start: int, tokens: list[int], *, opens: int = 0, answers: bool = True) -> Feed:
+def feed(session: str, start: int, tokens: list[int], *, open_tokens: int = 0, answers: bool = True) -> Feed:
     return Feed(
         step=Step(session=session, start=start, tokens=np.array(tokens, np.int32), rows=int(answers)),
-        opens=opens,
+        open_tokens=open_tokens,
         sampling=Sampling() if answers else None,
     )
 
@@ -70,9 +70,9 @@ def test_what_waits_is_one_batch_with_a_step_of_each_text_in_its_order(engine: W
 
     async def test() -> None:
         engine.held.clear()
-        asked = [thread.feed(feed("a", 0, [5, 9], opens=20, answers=False))]
+        asked = [thread.feed(feed("a", 0, [5, 9], open_tokens=20, answers=False))]
         await until(lambda: bool(engine.batches))
-        asked += [thread.feed(feed(name, 0, [3, 4], opens=20)) for name in "bcd"]
+        asked += [thread.feed(feed(name, 0, [3, 4], open_tokens=20)) for name in "bcd"]
         asked += [thread.feed(feed("a", 2, [7])), thread.feed(feed("a", 3, [8]))]
         engine.held.set()
         assert await asyncio.gather(*asked) == expected
@@ -86,7 +86,7 @@ def test_texts_that_took_turns_come_together_and_nobody_waits_for_one_that_has_e
 ) -> None:
     async def write(name: str, count: int) -> None:
         for start in range(count):
-            await thread.feed(feed(name, start, [start], opens=40 * (start == 0)))
+            await thread.feed(feed(name, start, [start], open_tokens=40 * (start == 0)))
 
     async def test() -> None:
         engine.pause_s = 0.05  # a tenth of it is time enough to come back
@@ -104,10 +104,10 @@ def test_a_session_that_cannot_be_opened_fails_alone_and_a_broken_device_fails_a
 
     async def test() -> None:
         engine.held.clear()
-        first = thread.feed(feed("a", 0, [5], opens=20))
+        first = thread.feed(feed("a", 0, [5], open_tokens=20))
         await until(lambda: bool(engine.batches))
-        twice = thread.feed(feed("a", 1, [6], opens=20))
-        other = thread.feed(feed("b", 0, [6], opens=20))
+        twice = thread.feed(feed("a", 1, [6], open_tokens=20))
+        other = thread.feed(feed("b", 0, [6], open_tokens=20))
         engine.held.set()
         await first
         with pytest.raises(EngineError, match="the draft failed"):

@@ -33,7 +33,7 @@ def test_far_away_more_is_guessed_than_near() -> None:
 
 def test_a_draft_that_is_often_wrong_or_slower_than_its_target_is_switched_off() -> None:
     assert chosen(LAN, 0.05).k == 0
-    slow = Costs(0.020, LAN.ways_s, LAN.hops, LAN.slowest)
+    slow = Costs(0.020, LAN.network_s, LAN.hops, LAN.slowest)
     assert chosen(slow, 0.9).k == 0
     assert chosen(LAN, 0.0) == Window(0, 1, 1 / LAN.trip_s(1))
 
@@ -53,11 +53,11 @@ def test_several_windows_pay_where_a_trip_is_long_and_guessing_takes_its_time() 
 def test_hops_that_slow_each_other_down_get_one_window_at_a_time() -> None:
     near = Costs(0.005, 0.0005, Curve({1: 0.030, 33: 0.045}), Curve({1: 0.010, 33: 0.015}), 3)
     assert chosen(near, 0.8).depth > 1
-    assert near.crowded(2) == 1.0
-    crowded = replace(near, crowding=0.5)
+    assert near.slowdown(2) == 1.0
+    crowded = replace(near, contention=0.5)
     assert chosen(crowded, 0.8).depth == 1
-    assert [crowded.crowded(depth) for depth in (2, 3, 8)] == [1.5, 2.0, 2.0]
-    assert replace(crowded, hop_count=1).crowded(4) == 1.5  # the draft is busy beside a single hop
+    assert [crowded.slowdown(depth) for depth in (2, 3, 8)] == [1.5, 2.0, 2.0]
+    assert replace(crowded, hop_count=1).slowdown(4) == 1.5  # the draft is busy beside a single hop
 
 
 def test_what_was_guessed_while_all_was_away_costs_nothing() -> None:
@@ -78,7 +78,7 @@ def test_what_is_fixed_stays() -> None:
 def test_a_change_must_be_worth_it() -> None:
     best = chosen(WAN, 0.8, depth=1)
     near = Window(best.k - 1 if best.k < 9 else best.k - 2, 1)
-    assert choose_window(WAN, itertools.repeat(0.8), depth=1, now=near).k == near.k
+    assert choose_window(WAN, itertools.repeat(0.8), depth=1, current=near).k == near.k
 
 
 @pytest.mark.parametrize(("k", "depth", "chance"), [(3, 1, 0.7), (6, 1, 0.9), (3, 2, 0.8), (2, 4, 0.9), (5, 3, 0.95)])
