@@ -162,7 +162,7 @@ class Speculation:
     def _missing_guesses(self) -> int:
         """How many more guesses the next window needs."""
         guesser = self._guesser
-        if guesser is None or guesser.failure or self._exhausted or not guesser.tuner.guesses:
+        if guesser is None or guesser.failure or self._exhausted or not guesser.tuner.wants_guesses:
             return 0
         window = guesser.tuner.window
         if window.k == 0:

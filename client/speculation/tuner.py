@@ -166,7 +166,7 @@ class Tuner:
         self.streak = 0
         self._k = k
         self._depth = depth
-        self._free = free_guesses
+        self._free_guesses = free_guesses
         self._guess_s = deque([learned.draft_s if learned else prior.draft_s], maxlen=_GUESSES_TIMED)
         self._peers = learned.peers if learned else ()
         self._network_s = learned.network_s if learned else None
@@ -186,7 +186,7 @@ class Tuner:
         if self.costs is not None:
             return choose_window(self.costs, self.chances.after(0), depth=self._depth)
         # A draft that takes time guesses while the peers read the prompt. Whether that pays is known afterwards.
-        return NO_DRAFT if self._free else _FIRST_WINDOW
+        return NO_DRAFT if self._free_guesses else _FIRST_WINDOW
 
     @property
     def learned(self) -> Learned | None:
@@ -220,9 +220,9 @@ class Tuner:
         return 0 < self._hops.smallest <= _MAX_DECODE_TOKENS
 
     @property
-    def guesses(self) -> bool:
-        """Whether to guess at all."""
-        return self.window.k > 0 or (self._free and self._k != 0)
+    def wants_guesses(self) -> bool:
+        """Whether the draft should guess at all."""
+        return self.window.k > 0 or (self._free_guesses and self._k != 0)
 
     def _forget_route(self) -> None:
         """Reset what was measured of other hops."""
@@ -287,7 +287,7 @@ class Tuner:
         chosen = choose_window(
             costs, self.chances.after(self.streak), k=self._k, depth=self._depth, current=self.window
         )
-        if chosen.k == 0 and not self._free and self._k is None:
+        if chosen.k == 0 and not self._free_guesses and self._k is None:
             self._idle_tokens += tokens
             # A failed trial costs time, so the next one comes later; much later if even the best draft would not pay.
             patience = 1 if choose_window(costs, itertools.repeat(_BEST_CHANCE)).k else _HOPELESS_FACTOR
@@ -306,8 +306,7 @@ class Tuner:
         if self.window.k or costs is None:
             return ""
         k = _TRIAL.k
-        chances = self.chances.after(self.streak)
-        share = next(chances)
+        share = next(self.chances.after(self.streak))
         return (
             f"{share:.0%} of the guesses were right: {k} of them would take {_ms(k * costs.draft_s)} to make and "
             f"{_ms(costs.trip_s(k + 1))} to verify, where a token takes {_ms(costs.trip_s(1))}"

@@ -12,9 +12,9 @@ CONFIG = ClientConfig(wait_for_peers_s=10.0, repair_timeout_s=60.0)
 @pytest.mark.parametrize(
     ("before", "error", "seconds", "raised"),
     [
-        (None, NotCovered("nobody there"), 10.0, NotCovered),
-        (PeerBusy("full"), NotCovered("all rest"), 60.0, PeerBusy),
-        (None, NotCovered("all are full, they announce", full=True), 60.0, NotCovered),
+        (None, NotCovered("no peer is there"), 10.0, NotCovered),
+        (PeerBusy("full"), NotCovered("all are paused"), 60.0, PeerBusy),
+        (None, NotCovered("all announce that they are full", full=True), 60.0, NotCovered),
     ],
 )
 def test_full_peers_are_waited_for_longer_than_missing_peers(
