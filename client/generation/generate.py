@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -12,7 +12,7 @@ from client.generation.detokenizer import TextStream
 from client.metrics import Meter, Metrics
 from client.pipeline.circuit import Answer
 from client.pipeline.pipeline import Pipeline
-from client.speculation.speculation import Guesser, Speculation
+from client.speculation.speculation import Guesser, Speculation, TripResult
 from swarm.errors import ConfigError, ContextExceeded
 from swarm.model.manifest import Manifest
 from swarm.sampling import Choice, Sampling
@@ -106,10 +106,8 @@ async def generate(
     Raises what `Pipeline.advance` raises, after the pieces that came before.
     """
     known = list(task.prompt)  # `speculation` appends the new tokens
-    reused = 0
     pipeline.begin(known)
-    repairs = pipeline.repairs
-    text_stream = TextStream(task.decode, stops=task.config.stops, cleans_up_spaces=task.cleans_up_spaces)
+    repairs, reused = pipeline.repairs, 0
     # the last token needs no position
     limit = min(task.max_positions, len(known) + task.config.max_new_tokens - 1)
     speculation = Speculation(pipeline, known, task.sampling, limit=limit, guesser=guesser)
@@ -119,67 +117,80 @@ async def generate(
         speculation.hear(answer)
 
     pipeline.on_answer = on_answer
-    new = 0
-    reason: FinishReason | None = None
+    text = _AnswerText(task)
     try:
-        while reason is None:
-            tokens: tuple[int, ...] = ()
-            logprobs: tuple[Choice, ...] = ()
-            text = ""
+        while text.finish_reason is None:
             try:
                 trip = await speculation.next()
             except ContextExceeded:
-                if not new:
+                if not text.tokens:
                     raise
-                reason = FinishReason.CONTEXT  # a peer has less room than it announced: the text so far stands
+                trip, text.finish_reason = TripResult((), ()), FinishReason.CONTEXT  # the text so far stands
             else:
-                reused = reused if new else pipeline.reused
-                tokens, reason = _cut_at_end(task, trip.tokens, new)
-                new += len(tokens)
-                logprobs = trip.choices[: len(tokens)]
-                if reason is None:
+                reused = reused if text.tokens else pipeline.reused
+                trip = text.cut(trip)
+                if text.finish_reason is None:
                     await speculation.go_on()  # the peers compute while the text is decoded
-                for place, token in enumerate(tokens, 1):
-                    if place == len(tokens) and reason is FinishReason.STOP:
-                        break  # the token that ends the answer is no part of its text
-                    text += text_stream.add(token)
-                    if text_stream.stopped:
-                        new -= len(tokens) - place
-                        tokens, logprobs = tokens[:place], logprobs[:place]
-                        reason = FinishReason.STOP_STRING
-                        break
-            if reason is None:
-                yield Piece(text=text, token_ids=tokens, logprobs=logprobs)
+            piece = text.decode(trip)
+            if text.finish_reason is None:
+                yield piece
     finally:
         await speculation.close()
     metrics = meter.metrics(
         prompt_tokens=len(task.prompt),
         reused_tokens=reused,
-        new_tokens=new,
+        new_tokens=text.tokens,
         repairs=pipeline.repairs - repairs,
         route=pipeline.describe_route(),
         hops=pipeline.hops(),
         speculation=speculation.report(),
     )
-    text += text_stream.finish()
-    yield Piece(text=text, token_ids=tokens, logprobs=logprobs, finish_reason=reason, metrics=metrics)
+    yield replace(piece, text=piece.text + text.rest(), finish_reason=text.finish_reason, metrics=metrics)
 
 
-def _cut_at_end(
-    task: GenerationTask, tokens: tuple[int, ...], before: int
-) -> tuple[tuple[int, ...], FinishReason | None]:
-    """The tokens up to the one that ends the answer, and why it does, stop strings aside. `before`: how many came
-    before them."""
-    stop_ids = task.stop_ids
-    for place, token in enumerate(tokens, 1):
-        if token in stop_ids:
-            return tokens[:place], FinishReason.STOP
-        if before + place >= task.config.max_new_tokens:
-            return tokens[:place], FinishReason.LENGTH
-        # the last token needs no position until another follows
-        if len(task.prompt) + before + place > task.max_positions:
-            return tokens[:place], FinishReason.CONTEXT
-    return tokens, None
+class _AnswerText:
+    """The answer so far: how many `tokens` it has, and the reason why it ended, if it has."""
+
+    def __init__(self, task: GenerationTask) -> None:
+        self.tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self._task = task
+        self._stream = TextStream(task.decode, stops=task.config.stops, cleans_up_spaces=task.cleans_up_spaces)
+
+    def cut(self, trip: TripResult) -> TripResult:
+        """Add a trip's tokens up to the one that ends the answer, stop strings aside."""
+        task, stop_ids, length = self._task, self._task.stop_ids, len(trip.tokens)
+        for place, token in enumerate(trip.tokens, 1):
+            self.tokens += 1
+            if token in stop_ids:
+                self.finish_reason = FinishReason.STOP
+            elif self.tokens >= task.config.max_new_tokens:
+                self.finish_reason = FinishReason.LENGTH
+            # the last token needs no position until another follows
+            elif len(task.prompt) + self.tokens > task.max_positions:
+                self.finish_reason = FinishReason.CONTEXT
+            if self.finish_reason is not None:
+                length = place
+                break
+        return TripResult(trip.tokens[:length], trip.choices[:length])
+
+    def decode(self, trip: TripResult) -> Piece:
+        """The text of the tokens that `cut` returned, up to a stop string."""
+        tokens, choices, text = trip.tokens, trip.choices, ""
+        for place, token in enumerate(tokens, 1):
+            if place == len(tokens) and self.finish_reason is FinishReason.STOP:
+                break  # the token that ends the answer is no part of its text
+            text += self._stream.add(token)
+            if self._stream.stopped:
+                self.finish_reason = FinishReason.STOP_STRING
+                self.tokens -= len(tokens) - place
+                tokens, choices = tokens[:place], choices[:place]
+                break
+        return Piece(text=text, token_ids=tokens, logprobs=choices)
+
+    def rest(self) -> str:
+        """The text that was held back."""
+        return self._stream.finish()
 
 
 async def collect(pieces: AsyncIterator[Piece]) -> Reply:

@@ -57,9 +57,8 @@ class Tokenizer:
 
         try:
             tokenizer = cls(openvino_genai.Tokenizer(str(package), **_ONE_THREAD))
-            tokenizer._genai.decode(
-                tokenizer._ids("a", special=False)
-            )  # an incomplete tokenizer loads without an error
+            # an incomplete tokenizer loads without an error: use it once
+            tokenizer._genai.decode(tokenizer._ids("a", special=False))
         except (RuntimeError, ConfigError) as error:
             raise PackageError(f"the tokenizer of {package} cannot be read: {_reason(error)}") from error
         return tokenizer

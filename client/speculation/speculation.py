@@ -124,9 +124,8 @@ class Speculation:
                 await self._guess(missing)
             if not self._missing_guesses():
                 self._send_window()
-        await asyncio.sleep(
-            0
-        )  # messages are sent at the end of a turn of the loop: now, not after the decoding of text
+        # messages are sent at the end of a turn of the event loop: now, not after the text is decoded
+        await asyncio.sleep(0)
 
     async def close(self) -> None:
         """Stop guessing."""

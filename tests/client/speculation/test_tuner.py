@@ -199,7 +199,7 @@ def test_several_windows_under_way_beat_a_single_one_over_a_wan() -> None:
     assert rate(None, None) > 1.2 * max(rate(k, 1) for k in (5, 10, 16))
 
 
-def test_no_trip_waits_while_a_draft_reads_a_long_prompt_and_the_reading_is_no_cost_of_guesses() -> None:
+def test_no_trip_waits_while_a_draft_reads_a_long_prompt() -> None:
     def run_with(unread_s: float) -> tuple[float, SpeculationReport]:
         given = {"link_s": 0.02, "right": 0.9, "draft_s": 0.002, "k": None, "depth": None, "count": 160}
         return in_virtual_time(lambda: speed(**given, unread_s=unread_s))  # type: ignore[arg-type]
@@ -214,9 +214,8 @@ def test_no_trip_waits_while_a_draft_reads_a_long_prompt_and_the_reading_is_no_c
 def test_contention_is_measured_and_forgotten() -> None:
     contention = Contention()
     prior = contention.share(0.0, 0.02)
-    assert contention.share(0.18, 0.02) == pytest.approx(
-        prior / 10
-    )  # over slow links hops are rarely busy at the same time
+    # over slow links hops are rarely busy at the same time
+    assert contention.share(0.18, 0.02) == pytest.approx(prior / 10)
     for _ in range(30):
         contention.observe(0.030, 0.020, others=1)
     assert contention.share(0.0, 0.02) == pytest.approx(0.5, abs=0.1)
