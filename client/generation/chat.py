@@ -74,8 +74,8 @@ class ChatSession:
     async def stream(self, text: str, config: GenerationConfig | None = None) -> AsyncGenerator[Piece, None]:
         """Send `text`; yield the answer piece by piece.
 
-        An answer that its reader or the next message breaks off stays in the conversation as far as it came. A reader
-        that goes on after the next message gets LocalProtocolError; so does a message while a reader waits for a
+        An answer that its reader leaves, or that the next message ends, stays in the conversation as far as it came. A
+        reader that goes on after the next message gets LocalProtocolError; so does a message while a reader waits for a
         piece. If the answer fails (with the errors of `SwarmClient.generate`), neither it nor `text` becomes a part of
         the conversation: the turn can be tried again.
         """
