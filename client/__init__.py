@@ -1,6 +1,6 @@
-"""Using a swarm: `SwarmClient` and what it is told and gives back.
+"""A client of a swarm: `SwarmClient`, its options and its results.
 
-Names are imported when they are first asked for: `import client` loads neither OpenVINO, hivemind nor torch.
+A name is imported at its first use: `import client` loads neither OpenVINO, hivemind nor torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from client.generation.generate import Reply as Reply
     from client.metrics import Metrics as Metrics
 
-_HOMES = {
+_MODULES = {
     "ChatSession": "client.generation.chat",
     "ClientConfig": "client.config",
     "Event": "client.events",
@@ -42,10 +42,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'client' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *_MODULES])

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
 
-from client.config import ClientConfig, GenerationConfig, whole
+from client.config import ClientConfig, GenerationConfig, check_whole_number
 from client.events import Event, OnEvent, Stage, unheard
 from client.generation.chat import ChatSession
-from client.generation.generate import Piece, Task, generate
+from client.generation.generate import GenerationTask, Piece, generate
 from client.generation.tokenizer import Codec, Message, Tokenizer
 from client.metrics import Meter
 from client.pipeline.connections import ConnectionPool
@@ -46,7 +46,7 @@ Prompt = str | Sequence[Message] | Sequence[int]
 
 @dataclass(frozen=True, kw_only=True)
 class RouteInUse:
-    """One session's route: `hops` as (peer id, name, layers), and the `tokens` whose cache lies on them."""
+    """One session's route: `hops` as (peer id, name, layers), and how many `tokens` they have cached."""
 
     session: int
     hops: tuple[tuple[str, str, str], ...]
@@ -55,8 +55,8 @@ class RouteInUse:
 
 
 @dataclass(frozen=True)
-class _Open:
-    """A session that is not given back yet."""
+class _OpenSession:
+    """A session that is not closed yet."""
 
     number: int
     drafts: SessionDrafts
@@ -93,9 +93,9 @@ class SwarmClient:
         self._clock = clock
         self._rng = rng
         self._resources = resources
-        self._tidies = tokenizer.tidies
+        self._cleans_up_spaces = tokenizer.cleans_up_spaces  # asked once: it costs a decoding
         self._drafts = Drafts(manifest, config=config, on_event=on_event, clock=clock)
-        self._open: dict[Pipeline, _Open] = {}
+        self._open: dict[Pipeline, _OpenSession] = {}
         self._numbers = itertools.count(1)
         self._closed = False
 
@@ -111,7 +111,7 @@ class SwarmClient:
         wall: Callable[[], float] = time.time,
         rng: random.Random | None = None,
     ) -> SwarmClient:
-        """Find `model`: a package's directory, or the name or digest of what is served.
+        """Find `model`: a package's directory, or the name or digest of a model that the swarm serves.
 
         Manifest and tokenizer are fetched once, checked, and kept in `config.cache_dir`. Raises ConfigError
         (AddressError) naming a wrong address, PeerUnreachable, UnknownModel, MixedModels, NotCovered,
@@ -119,8 +119,8 @@ class SwarmClient:
         """
         config = config or ClientConfig()
         rng = rng or random.SystemRandom()
-        given = [initial_peers] if isinstance(initial_peers, (str, Address)) else initial_peers
-        addresses = [peer if isinstance(peer, Address) else Address.parse(peer) for peer in given]
+        peers = [initial_peers] if isinstance(initial_peers, (str, Address)) else initial_peers
+        addresses = [peer if isinstance(peer, Address) else Address.parse(peer) for peer in peers]
         async with contextlib.AsyncExitStack() as stack:
             directory = PeerDirectory(addresses, hello=client_hello(), timeout=config.connect_timeout_s, clock=wall)
             stack.push_async_callback(directory.close)
@@ -136,7 +136,7 @@ class SwarmClient:
             else:
                 folder = config.cache_dir / "tokenizers" / digest[:16]
                 records = await find_peers(directory, digest, now=wall())
-                manifest = await _get_package(digest, records, folder, connections, on_event)
+                manifest = await _fetch_tokenizer(digest, records, folder, connections, on_event)
             for address in directory.trusted:
                 on_event(Event(stage=Stage.TRUSTED, text=told_on_trust(address)))
             tokenizer = await Tokenizer.load(folder)
@@ -165,13 +165,12 @@ class SwarmClient:
     async def generate(
         self, prompt: Prompt, config: GenerationConfig | None = None, *, raw: bool = False
     ) -> AsyncGenerator[Piece, None]:
-        """The answer to a question, or to a conversation, piece by piece; `raw` continues the text as it is, and so
-        do token ids.
+        """The answer to a text (as a user's message) or a conversation, piece by piece. With `raw`, and for token ids,
+        the continuation of the prompt as it is.
 
-        Raises ConfigError and ContextExceeded before anything is sent, and PackageError and EngineError where a draft
-        cannot be loaded; NotCovered naming the layers that
-        nobody serves, PeerBusy where nobody has room, or what a peer said last, when repairs come to nothing.
-        Leaving the loop early gives everything back.
+        Raises ConfigError and ContextExceeded before anything is sent; PackageError and EngineError if a draft cannot
+        be loaded; NotCovered naming the layers that no peer serves, PeerBusy if no peer has room, or the last peer's
+        error, when repairs fail. Leaving the loop early closes the session.
         """
         config = config or GenerationConfig()
         meter = Meter(self._clock)
@@ -182,7 +181,7 @@ class SwarmClient:
                 async for piece in pieces:
                     yield piece
         finally:
-            await self._give_back(pipeline)
+            await self._close_session(pipeline)
 
     def session(
         self,
@@ -194,37 +193,36 @@ class SwarmClient:
         """A conversation whose KV cache stays on the peers between turns; close it, or use `async with`.
 
         `config` is the turns' default. `max_tokens` of context (`ClientConfig.chat_tokens` by default) are
-        reserved on each peer. Raises ConfigError where that is no number of them.
+        reserved on each peer. Raises ConfigError if `max_tokens` is not a whole number of at least 2.
         """
         if max_tokens is not None:
-            whole("max_tokens", max_tokens, 2, 1 << 31)
+            check_whole_number("max_tokens", max_tokens, 2, 1 << 31)
         pipeline = self._pipeline(max_tokens or self._config.chat_tokens)
         return ChatSession(
-            answering=lambda messages, chosen: self._answer(
-                pipeline, self.encode(messages), chosen, Meter(self._clock)
-            ),
-            close=lambda: self._give_back(pipeline),
+            answer=lambda messages, chosen: self._answer(pipeline, self.encode(messages), chosen, Meter(self._clock)),
+            close=lambda: self._close_session(pipeline),
             route=pipeline.describe_route,
             config=config or GenerationConfig(),
             system=system,
         )
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """The ids that are computed for a prompt. A text becomes a user's message unless `raw`, or unless the
-        model knows no chat. Ids are taken as they are; ConfigError names one that the model does not have."""
+        """The token ids of a prompt. A text becomes a user's message, unless `raw` or the model has no chat template.
+        Ids are taken as they are. Raises ConfigError naming an id that the model does not have."""
         if not isinstance(prompt, str):
             if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__iter__"):
                 raise ConfigError(f"the prompt is {prompt!r:.100}; it must be a text, messages, or token ids")
-            # numpy's whole numbers too, as tokenizers give them; `True` is none
+            # NumPy's integers too, as tokenizers return them; a bool is no id
             if ids := [int(token) for token in prompt if isinstance(token, Integral) and not isinstance(token, bool)]:
-                return self._checked(ids, len(prompt))
+                self._check_ids(ids, len(prompt))
+                return ids
             return self.tokenizer.chat(cast(Sequence[Message], prompt))
         if raw or not self.tokenizer.has_chat_template:
             return self.tokenizer.encode(prompt)
         return self.tokenizer.chat([{"role": "user", "content": prompt}])
 
     async def load_draft(self, draft: str | Path) -> None:
-        """Load what `GenerationConfig.draft` would name now, not at the first answer.
+        """Load the draft that `GenerationConfig.draft` would name now, instead of at the first answer.
 
         Raises ConfigError, PackageError and EngineError, as `generate` does.
         """
@@ -232,24 +230,25 @@ class SwarmClient:
 
     @property
     def routes(self) -> list[RouteInUse]:
-        """Over which peers the sessions of this client run now; those that have no route yet are left out."""
+        """The routes of this client's open sessions, without those that have none yet."""
         return [
-            RouteInUse(session=session.number, hops=tuple(hops), tokens=pipeline.length, repairs=pipeline.repairs)
+            RouteInUse(
+                session=session.number, hops=tuple(hops), tokens=pipeline.cached_tokens, repairs=pipeline.repairs
+            )
             for pipeline, session in self._open.items()
             if (hops := pipeline.hops())
         ]
 
-    def _checked(self, ids: list[int], count: int) -> list[int]:
+    def _check_ids(self, ids: list[int], count: int) -> None:
         wrong = next((token for token in ids if not 0 <= token < self.manifest.vocab_size), None)
         if wrong is not None or len(ids) != count:
             found = "something else among its token ids" if wrong is None else f"token id {wrong}"
             raise ConfigError(f"the prompt has {found}; this model has ids from 0 to {self.manifest.vocab_size - 1}")
-        return ids
 
     async def close(self) -> None:
         """End every generation and chat, and all connections. Idempotent, bounded."""
         self._closed = True
-        await asyncio.gather(*(self._give_back(pipeline) for pipeline in list(self._open)))
+        await asyncio.gather(*(self._close_session(pipeline) for pipeline in list(self._open)))
         await self._drafts.close()
         await self._resources.aclose()
 
@@ -274,10 +273,10 @@ class SwarmClient:
             on_event=self._on_event,
         )
         drafts = SessionDrafts(self._drafts, max_tokens=pipeline.max_tokens, clock=self._clock)
-        self._open[pipeline] = _Open(next(self._numbers), drafts)
+        self._open[pipeline] = _OpenSession(next(self._numbers), drafts)
         return pipeline
 
-    async def _give_back(self, pipeline: Pipeline) -> None:
+    async def _close_session(self, pipeline: Pipeline) -> None:
         session = self._open.pop(pipeline, None)
         if session is not None:
             session.drafts.close()
@@ -286,14 +285,14 @@ class SwarmClient:
     async def _answer(
         self, pipeline: Pipeline, ids: Sequence[int], config: GenerationConfig, meter: Meter
     ) -> AsyncGenerator[Piece, None]:
-        task = Task(
+        task = GenerationTask(
             prompt=ids,
             config=config,
             sampling=config.sampling(self._rng, answer_start=len(ids)),
             manifest=self.manifest,
             decode=self.tokenizer.decode,
-            tidies=self._tidies,
-            limit=pipeline.max_tokens,
+            cleans_up_spaces=self._cleans_up_spaces,
+            max_positions=pipeline.max_tokens,
         )
         session = self._open.get(pipeline)
         guesser = await session.drafts.guesser(config) if session is not None else None
@@ -302,17 +301,17 @@ class SwarmClient:
                 yield piece
 
 
-async def _get_package(
+async def _fetch_tokenizer(
     digest: str, records: Sequence[PeerRecord], folder: Path, connections: ConnectionPool, on_event: OnEvent
 ) -> Manifest:
-    """Manifest and tokenizer of a model in `folder`: what is there already and whole, else from its peers."""
+    """Have a model's manifest and tokenizer in `folder`: the files there if they are intact, else from its peers."""
     with contextlib.suppress(PackageError):
         manifest = await asyncio.to_thread(load_manifest, folder)
         if manifest.digest == digest:
             await asyncio.to_thread(check_files, folder, manifest.files([TOKENIZER]))
             return manifest
     on_event(Event(stage=Stage.FETCHING, text="fetching the tokenizer"))
-    manifest = await _ask_manifest(digest, records, connections)
+    manifest = await _fetch_manifest(digest, records, connections)
 
     def progress(done: int, total: int) -> None:
         on_event(Event(stage=Stage.FETCHING, text="fetching the tokenizer", done=done, total=total))
@@ -321,12 +320,12 @@ async def _get_package(
     return manifest
 
 
-async def _ask_manifest(digest: str, records: Sequence[PeerRecord], connections: ConnectionPool) -> Manifest:
-    """From the first peer that has it. Raises the last one's error, or NotCovered where there is none."""
-    last: SwarmError = NotCovered(f"nobody serves a layer of {digest[:12]} now; try again later")
+async def _fetch_manifest(digest: str, records: Sequence[PeerRecord], connections: ConnectionPool) -> Manifest:
+    """Fetch it from the first peer that has it. Raises the last peer's error, or NotCovered if there is no peer."""
+    last_error: SwarmError = NotCovered(f"no peer serves a layer of {digest[:12]} now; try again later")
     for record in records:
         try:
             return await fetch_manifest((await connections.connection(record)).channel, digest)
         except (PeerError, RemoteProtocolError, RouteError, PackageError) as error:
-            last = error
-    raise last
+            last_error = error
+    raise last_error

@@ -1,4 +1,4 @@
-"""What a generation and a client can be told. Every wrong value is a ConfigError that names its field."""
+"""The options of a generation and of a client. A wrong value raises ConfigError, which names the field."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _MAX_STOPS = 64
 MAX_GUESSES = 32
 MAX_WINDOWS = 8
 AUTO, NGRAM, OFF = "auto", "ngram", "off"
-"""What `draft` can be beside a model package's directory."""
+"""The values of `GenerationConfig.draft` besides a model package's directory."""
 
 
-class _Named:
-    """Refuses a field that does not exist with a ConfigError, and says which one was meant."""
+class _ChecksNames:
+    """Refuses a field that does not exist with a ConfigError that suggests the nearest name."""
 
-    def __new__(cls, **given: Any) -> Self:
+    def __new__(cls, **values: Any) -> Self:
         known = [entry.name for entry in fields(cls)]  # type: ignore[arg-type]  # every subclass is a dataclass
-        for name in given:
+        for name in values:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
@@ -40,26 +40,25 @@ class _Named:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationConfig(_Named):
-    """How one answer is made; names and meaning as in Hugging Face's and openvino_genai's.
+class GenerationConfig(_ChecksNames):
+    """The options of one answer; names and meaning as in Hugging Face's and openvino_genai's.
 
-    Greedy is the default. `do_sample=True` samples; left at None it follows from the rest: a
-    `temperature` over 0, or a `top_k`, `top_p` or `min_p`, samples (at temperature 1 unless another is
-    given). `do_sample=False` is greedy whatever the others say, and so is `temperature=0`. `top_k` 0,
-    `top_p` 1 and `min_p` 0 keep every token. Without a `seed` each generation draws its own.
+    Greedy is the default. `do_sample=True` samples. With `do_sample=None`, a `temperature` over 0, or a `top_k`,
+    `top_p` or `min_p`, samples (at temperature 1 by default). `do_sample=False` is greedy in any case, and so is
+    `temperature=0`. `top_k` 0, `top_p` 1 and `min_p` 0 keep every token. Without a `seed` each generation draws one.
 
     The answer ends with one of the model's end-of-text ids (unless `ignore_eos`), one of
     `stop_token_ids`, the first of `stop_strings` in the text (none of these appears in the text), after
     `max_new_tokens`, or at the end of the model's context. `repetition_penalty` weighs prompt and answer;
     `presence_penalty`, `frequency_penalty` and `logit_bias` (token id to what is added to its score) are OpenAI's.
-    `logprobs` asks for the chosen token's log-probability and that many of the likeliest; `logits`, `f16` or `f32`, for
-    all that the model gave for each token: they come in `Piece.logprobs`, and many bytes with them.
+    `logprobs` asks for the log-probability of each chosen token and of so many of the likeliest; `logits`, `f16` or
+    `f32`, for all logits of each token, which are many bytes. Both come in `Piece.logprobs`.
 
-    `draft` guesses tokens that the peers then check, several a trip: `ngram` looks them up in prompt and answer (the
-    latest `max_ngram_size` tokens or fewer), a model package's directory names a small model with the same tokenizer,
-    `auto` takes `ClientConfig.draft_package` if there is one, else `ngram`, `off` guesses nothing. It changes the
-    speed and never the text. How many at a time, and how many windows of them are under way, follows from what is
-    measured, none where it does not pay; `num_assistant_tokens` and `draft_windows` fix the one and the other.
+    `draft` guesses tokens that the peers then verify, several a trip: `ngram` looks them up in prompt and answer (by
+    the latest `max_ngram_size` tokens or fewer), a model package's directory names a small model with the same
+    tokenizer, `auto` takes `ClientConfig.draft_package` if it is set, else `ngram`, `off` guesses nothing. A draft
+    changes the speed and never the text. The guesses a window and the windows under way follow from measured times, and
+    are none if guessing does not pay; `num_assistant_tokens` and `draft_windows` fix them.
 
     >>> GenerationConfig(temperature=0.7, seed=1, stop_strings="END").stop_strings
     ('END',)
@@ -87,12 +86,12 @@ class GenerationConfig(_Named):
     draft_windows: int | None = None
 
     def __post_init__(self) -> None:
-        whole("max_new_tokens", self.max_new_tokens, 1, 1 << 31)
-        whole("max_ngram_size", self.max_ngram_size, 1, 16)
+        check_whole_number("max_new_tokens", self.max_new_tokens, 1, 1 << 31)
+        check_whole_number("max_ngram_size", self.max_ngram_size, 1, 16)
         if self.num_assistant_tokens is not None:
-            whole("num_assistant_tokens", self.num_assistant_tokens, 0, MAX_GUESSES)
+            check_whole_number("num_assistant_tokens", self.num_assistant_tokens, 0, MAX_GUESSES)
         if self.draft_windows is not None:
-            whole("draft_windows", self.draft_windows, 1, MAX_WINDOWS)
+            check_whole_number("draft_windows", self.draft_windows, 1, MAX_WINDOWS)
         if not isinstance(self.draft, (str, Path)) or not str(self.draft):
             raise ConfigError(f"draft is {self.draft!r}; it must be auto, ngram, off or a model package's directory")
         for name in ("do_sample", "ignore_eos"):
@@ -102,11 +101,11 @@ class GenerationConfig(_Named):
             raise ConfigError("temperature is 0 while do_sample is True; raise it, or leave do_sample out for greedy")
         object.__setattr__(self, "stop_strings", _stop_strings(self.stop_strings))
         object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
-        self.sampling(random.Random(0))  # Sampling checks what goes to the last hop
+        self.sampling(random.Random(0))  # Sampling checks the parameters for the last hop
 
     @property
     def samples(self) -> bool:
-        """Whether tokens are drawn, rather than the likeliest taken."""
+        """Whether tokens are sampled, not chosen greedily."""
         if self.do_sample is not None:
             return self.do_sample
         if self.temperature is not None:
@@ -115,17 +114,17 @@ class GenerationConfig(_Named):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """`stop_strings` as a tuple, which they are after construction."""
+        """`stop_strings`, typed as the tuple that it is after construction."""
         assert isinstance(self.stop_strings, tuple)
         return self.stop_strings
 
     def sampling(self, rng: random.Random, *, answer_start: int = 0) -> Sampling:
-        """What travels to the last hop. `rng` gives the seed where none was asked for; the answer begins at position
+        """The parameters for the last hop. `rng` draws the seed if none was given; the answer begins at position
         `answer_start`.
 
         Raises ConfigError that names the field.
         """
-        given = Sampling(
+        sampling = Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=0 if self.top_k is None else self.top_k,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -140,31 +139,34 @@ class GenerationConfig(_Named):
             logits=self.logits,
         )
         if self.samples:
-            return given
-        # one and the same for all that is greedy: what draws says nothing there
-        return replace(given, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+            return sampling
+        # all greedy configurations are equal: parameters of sampling mean nothing to them
+        return replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientConfig(_Named):
-    """How a client deals with its peers; times in seconds.
+class ClientConfig(_ChecksNames):
+    """How a client works with its peers; times in seconds.
 
-    A prompt goes out in chunks of `chunk_tokens`, at most `chunks_in_flight` not yet answered. Hidden states
-    travel as `dtype`; anything but f32 costs exactness. A route's hops all compute alike, in `numerics` where
-    that is given; `mixed_numerics` lets it join peers that do not.
+    Steps: a prompt is sent in chunks of `chunk_tokens`, with at most `chunks_in_flight` unanswered. Hidden states are
+    sent as `dtype`; only f32 is exact. All hops of a route have the same numerics, `numerics` if that is given, unless
+    `mixed_numerics` allows others. `chat_tokens` is what a chat reserves on each hop, at most the model's context.
 
-    Peers are asked again who serves what before each route; after `look_up_timeout_s` what is known has to do.
-    A step is looked into after `step_floor_s` plus `step_factor` times what it should take: a hop whose
-    connection does not answer within `ping_timeout_s` is given up at once, one that answers and computes
-    nothing for `stall_s` more after that. Without cover for a layer, `wait_for_peers_s` is how long somebody
-    may still join; `repair_timeout_s` and `max_repairs` bound the attempts at one step.
-    Peers keep what they computed of a text for a while, under names that only `prefix_key` makes: clients with the
-    same key start from what any of them has left there, and can tell from the time it takes what that was. None: keep
-    nothing for me.
-    `chat_tokens` is what a chat reserves on each hop, at most the model's context. `draft_package` is the small model
-    that drafts where a generation does not say otherwise, on this machine's `draft_device` with `draft_threads` (0:
-    as OpenVINO thinks best). `draft_engine` as `swarm join --engine`: `auto` guesses for many texts at once, and is
-    compiled at each start; `stateful` takes them one after another.
+    Failures: a step is overdue after `step_floor_s` plus `step_factor` times its expected time. Then a hop that does
+    not answer a ping within `ping_timeout_s` is at fault at once, and one that answers but computes nothing after
+    another `stall_s`. It is left out for `ban_s`, doubled with each failure up to `ban_limit_s`. `repair_timeout_s` and
+    `max_repairs` bound the repairs of one step. If no peer serves a layer, the client waits `wait_for_peers_s` and
+    looks every `look_again_s`.
+
+    Routes: records are looked up before each route; after `look_up_timeout_s` those of the last look-up are used. A
+    measured link counts for `links_age_s`.
+
+    Prefix cache: peers keep the KV cache of a text for a while, under names made with `prefix_key`. Clients with the
+    same key reuse each other's prefixes, and can tell from the timing which ones there are. None: peers keep nothing.
+
+    Drafts: `draft_package` is the small model that drafts for `draft="auto"`, on this machine's `draft_device` with
+    `draft_threads` (0: OpenVINO's choice). `draft_engine` as `swarm join --engine`: `auto` guesses for many texts at
+    once and is compiled at each start; `stateful` takes them one after another.
 
     >>> ClientConfig(chunk_tokens=64).chunks_in_flight
     4
@@ -200,17 +202,17 @@ class ClientConfig(_Named):
     cache_dir: Path = field(default_factory=cache_folder)
 
     def __post_init__(self) -> None:
-        whole("chunk_tokens", self.chunk_tokens, 1, MAX_STEP_TOKENS)
-        whole("chunks_in_flight", self.chunks_in_flight, 1, 16)
-        whole("chat_tokens", self.chat_tokens, 2, 1 << 31)
-        whole("max_repairs", self.max_repairs, 0, 1 << 20)
-        whole("draft_threads", self.draft_threads, 0, 4096)
+        check_whole_number("chunk_tokens", self.chunk_tokens, 1, MAX_STEP_TOKENS)
+        check_whole_number("chunks_in_flight", self.chunks_in_flight, 1, 16)
+        check_whole_number("chat_tokens", self.chat_tokens, 2, 1 << 31)
+        check_whole_number("max_repairs", self.max_repairs, 0, 1 << 20)
+        check_whole_number("draft_threads", self.draft_threads, 0, 4096)
         if self.draft_engine not in ENGINE_CHOICES:
             raise ConfigError(f"draft_engine is {self.draft_engine!r}; it must be {', '.join(ENGINE_CHOICES)}")
         if self.dtype not in HIDDEN_DTYPES:
             raise ConfigError(f"dtype is {self.dtype!r}; it must be {', '.join(HIDDEN_DTYPES)}")
         if self.prefix_key is not None and not (isinstance(self.prefix_key, str) and 0 < len(self.prefix_key) <= 256):
-            raise ConfigError("prefix_key must be a text of 1 to 256 characters, or None to have nothing kept")
+            raise ConfigError("prefix_key must be a text of 1 to 256 characters, or None so that peers keep nothing")
         if self.numerics is not None and not isinstance(self.numerics, Numerics):
             raise ConfigError(f"numerics is {self.numerics!r}; it must be Numerics(inference=..., kv=...)")
         for entry in fields(self):
@@ -221,17 +223,17 @@ class ClientConfig(_Named):
             raise ConfigError(f"step_factor is {self.step_factor!r}; it must be at least 1")
 
 
-def _stop_strings(given: Iterable[str] | str) -> tuple[str, ...]:
-    texts = (given,) if isinstance(given, str) else _tuple("stop_strings", given)
+def _stop_strings(value: Iterable[str] | str) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else _tuple("stop_strings", value)
     if len(texts) > _MAX_STOPS or not all(isinstance(text, str) and text for text in texts):
-        raise ConfigError(f"stop_strings is {given!r}; it must be up to {_MAX_STOPS} texts, none of them empty")
+        raise ConfigError(f"stop_strings is {value!r}; it must be up to {_MAX_STOPS} texts, none of them empty")
     return texts
 
 
-def _stop_token_ids(given: Iterable[int]) -> tuple[int, ...]:
-    ids = _tuple("stop_token_ids", given)
+def _stop_token_ids(value: Iterable[int]) -> tuple[int, ...]:
+    ids = _tuple("stop_token_ids", value)
     if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 1 << 31 for i in ids):
-        raise ConfigError(f"stop_token_ids is {given!r}; it must be token ids, from 0 on")
+        raise ConfigError(f"stop_token_ids is {value!r}; it must be token ids from 0 up")
     return ids
 
 
@@ -241,15 +243,15 @@ def _pairs(bias: Any) -> tuple[tuple[int, float], ...]:
     return tuple((bias or {}).items())
 
 
-def _tuple(name: str, given: Any) -> tuple[Any, ...]:
+def _tuple(name: str, value: Any) -> tuple[Any, ...]:
     try:
-        return tuple(given)
+        return tuple(value)
     except TypeError as error:
-        raise ConfigError(f"{name} is {given!r}; it must be a list") from error
+        raise ConfigError(f"{name} is {value!r}; it must be a list") from error
 
 
-def whole(name: str, value: object, low: int, high: int) -> None:
-    """Raises ConfigError that names the field, unless `value` is a whole number in the bounds."""
+def check_whole_number(name: str, value: object, low: int, high: int) -> None:
+    """Raise a ConfigError that names the field, unless `value` is a whole number from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
 

@@ -1,4 +1,4 @@
-"""What a client says while it works, for whoever shows it to a person."""
+"""The events that a client reports while it works, for a user interface."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from enum import StrEnum
 
 
 class Stage(StrEnum):
-    LOOKING = "looking"  # asking peers who serves the model
+    LOOKING = "looking"  # looking up the peers that serve the model
     FETCHING = "fetching"  # tokenizer and manifest; done and total in bytes
-    TRUSTED = "trusted"  # a first contact without a peer id was believed
-    DRAFT = "draft"  # the model that drafts is loaded
+    TRUSTED = "trusted"  # an initial peer was trusted without a peer id
+    DRAFT = "draft"  # a draft model is loaded, or cannot be used
     ROUTING = "routing"  # measuring peers and choosing among them
     CONNECTED = "connected"  # sessions are open; the text names the route
     PREFILL = "prefill"  # done and total in tokens
-    WAITING = "waiting"  # nobody serves some layers now, or everybody is busy
-    REPAIRING = "repairing"  # a peer is given up; the text says why
+    WAITING = "waiting"  # no peer serves some layers now, or all that do are busy
+    REPAIRING = "repairing"  # the route is replaced; the text says why
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """`text` is one line for a person; `done` of `total` where there is something to count."""
+    """`text` is one line for a person; `done` of `total` if the stage can be counted."""
 
     stage: Stage
     text: str
@@ -33,4 +33,4 @@ OnEvent = Callable[[Event], None]
 
 
 def unheard(_: Event) -> None:
-    """For callers that do not listen."""
+    """The default for callers that want no events."""

@@ -1,4 +1,4 @@
-"""How fast an answer came, and where the time of a token went, hop by hop. Seconds."""
+"""How fast an answer came, and how the time of a token divides among the hops. Seconds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from swarm.wire.messages import HopTrace
 
 @dataclass(frozen=True, kw_only=True)
 class HopTime:
-    """One hop's share of a token, on average. `network_s` is the way to it from the hop (or client) before.
+    """One hop's share of a token's time, on average. `network_s` is the transfer from the hop (or client) before.
 
-    `queue_s` and `compute_s` were measured; `other_s` is what else the step spent there until it was encoded: the
-    hand-over between threads and the turns of the event loop. `codec_s` stands for the encoding after that.
-    Where the hops' clocks cannot be compared, the time that no hop accounts for is shared out evenly.
+    `queue_s` and `compute_s` were measured; `other_s` is the rest of the step's time on the hop until it was encoded:
+    the hand-over between threads and the turns of the event loop. `codec_s` is the encoding after that.
+    If the hops' clocks cannot be compared, the time outside of the hops is divided evenly.
     """
 
     peer_id: str
@@ -33,12 +33,12 @@ class HopTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """One answer. `ttft_s` from the call to the first token, `total_s` to the last; rates without the first.
+    """One answer. `ttft_s` is from the call to the first token, `total_s` to the last; rates exclude the first.
 
-    `token_s` is the average time of a step after the first, which gives one token, or several where `speculation`
-    says so: it equals the sum over `hops`, `return_s` (from the last hop back) and `client_s`. `reused_tokens` of the
+    `token_s` is the average time of a step after the first. Such a step gives one token, or several with `speculation`.
+    `token_s` equals the sum over `hops`, `return_s` (from the last hop back) and `client_s`. `reused_tokens` of the
     prompt were in the peers' caches. `repairs` counts how often the route was replaced. `overheads_s` has, for each
-    step after the first, what it took beyond the hops' compute; it is left out of `to_plain`.
+    step after the first, its time beyond the hops' compute; `to_plain` leaves it out.
     """
 
     prompt_tokens: int
@@ -64,7 +64,7 @@ class Metrics:
 
 
 class Meter:
-    """Collects one answer's times. `begin` at the call, `step` at each answer of the last hop."""
+    """Collects one answer's times. Made at the call; `on_answer` gets the answer of every step."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -73,8 +73,7 @@ class Meter:
         self._last_at: float | None = None
         self._steps: list[tuple[Answer, float]] = []
 
-    def step(self, answer: Answer) -> None:
-        """Hears of every step."""
+    def on_answer(self, answer: Answer) -> None:
         if not answer.forward.rows:
             return
         before = self._last_at
@@ -82,7 +81,7 @@ class Meter:
         if before is None:
             self._first_at = answer.received_at
         elif len(answer.forward.tokens) == answer.forward.rows:
-            # from the answer before, or from when it was sent where others were under way then
+            # from the answer before, or from its sending if that was earlier: windows overlap
             self._steps.append((answer, answer.received_at - min(before, answer.sent_at)))
 
     def metrics(
@@ -96,13 +95,13 @@ class Meter:
         hops: Sequence[tuple[str, str, str]],
         speculation: SpeculationReport | None = None,
     ) -> Metrics:
-        """The sums; `hops` are (peer id, name, layers) of the route as it is now, `route` its text."""
+        """The averages; `hops` are (peer id, name, layers) of the present route, `route` its text."""
         first = self._first_at if self._first_at is not None else self._clock()
         last = self._last_at if self._last_at is not None else first
         decode_s = last - first
-        # steps over an earlier route had other hops
+        # without the steps over an earlier route
         steps = [(a, s) for a, s in self._steps if [t.peer for t in a.output.trace] == [peer for peer, _, _ in hops]]
-        ways = [_ways(answer) for answer, _ in steps]
+        networks = [_network_times(answer) for answer, _ in steps]
         return Metrics(
             prompt_tokens=prompt_tokens,
             reused_tokens=reused_tokens,
@@ -111,12 +110,12 @@ class Meter:
             total_s=last - self._began,
             tokens_per_second=(new_tokens - 1) / decode_s if decode_s > 0 else 0.0,
             token_s=_mean([seconds for _, seconds in steps]),
-            return_s=_mean([way.legs[-1] for way in ways]),
+            return_s=_mean([network.legs[-1] for network in networks]),
             client_s=_mean([seconds - (answer.received_at - answer.sent_at) for answer, seconds in steps]),
             repairs=repairs,
             route=route,
             hops=tuple(
-                _hop_time(hop, place, [answer.output.trace[place] for answer, _ in steps], ways)
+                _hop_time(hop, place, [answer.output.trace[place] for answer, _ in steps], networks)
                 for place, hop in enumerate(hops)
             ),
             speculation=speculation,
@@ -125,27 +124,29 @@ class Meter:
 
 
 @dataclass(frozen=True)
-class _Ways:
-    """One answer's seconds between the hops: `legs` to each hop and back from the last, without `codecs`, the
-    encoding at the end of each hop. Together they are what no hop accounts for."""
+class _NetworkTimes:
+    """One answer's seconds outside of the hops: `legs` to each hop and back from the last, without `codecs`, the
+    encoding at the end of each hop."""
 
     legs: list[float]
     codecs: list[float]
 
 
-def _ways(answer: Answer) -> _Ways:
+def _network_times(answer: Answer) -> _NetworkTimes:
     trace = answer.output.trace
     sent = [answer.sent_at, *(hop.sent_at for hop in trace)]
     received = [*(hop.received_at for hop in trace), answer.received_at]
     legs = [later - earlier for earlier, later in zip(sent, received, strict=True)]
-    if min(legs) < 0:  # other machines' clocks
-        legs = [(answer.received_at - answer.sent_at - sum(map(_stay, trace))) / len(legs)] * len(legs)
-    # of the step before: this one's may have been shorter, but not longer than the whole leg
+    if min(legs) < 0:  # the clocks of other machines differ
+        legs = [(answer.received_at - answer.sent_at - sum(map(_time_on_hop, trace))) / len(legs)] * len(legs)
+    # A trace has the encoding time of the step before. This step's is at most the whole leg.
     codecs = [min(hop.codec_s, leg) for hop, leg in zip(trace, legs[1:], strict=True)]
-    return _Ways([legs[0], *(leg - codec for leg, codec in zip(legs[1:], codecs, strict=True))], codecs)
+    return _NetworkTimes([legs[0], *(leg - codec for leg, codec in zip(legs[1:], codecs, strict=True))], codecs)
 
 
-def _hop_time(hop: tuple[str, str, str], place: int, traces: Sequence[HopTrace], ways: Sequence[_Ways]) -> HopTime:
+def _hop_time(
+    hop: tuple[str, str, str], place: int, traces: Sequence[HopTrace], networks: Sequence[_NetworkTimes]
+) -> HopTime:
     peer_id, name, layers = hop
     return HopTime(
         peer_id=peer_id,
@@ -153,13 +154,13 @@ def _hop_time(hop: tuple[str, str, str], place: int, traces: Sequence[HopTrace],
         layers=layers,
         queue_s=_mean([trace.queue_s for trace in traces]),
         compute_s=_mean([trace.compute_s for trace in traces]),
-        codec_s=_mean([way.codecs[place] for way in ways]),
-        other_s=_mean([_stay(trace) - trace.queue_s - trace.compute_s for trace in traces]),
-        network_s=_mean([way.legs[place] for way in ways]),
+        codec_s=_mean([network.codecs[place] for network in networks]),
+        other_s=_mean([_time_on_hop(trace) - trace.queue_s - trace.compute_s for trace in traces]),
+        network_s=_mean([network.legs[place] for network in networks]),
     )
 
 
-def _stay(trace: HopTrace) -> float:
+def _time_on_hop(trace: HopTrace) -> float:
     return trace.sent_at - trace.received_at
 
 

@@ -1,1 +1,1 @@
-"""From a prompt to text."""
+"""From a prompt to text: tokenizer, token loop, detokenizer, conversations."""

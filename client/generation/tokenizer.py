@@ -12,24 +12,24 @@ from swarm.errors import ConfigError, ContextExceeded, PackageError
 Message = Mapping[str, str]
 """{"role": "system" | "user" | "assistant" | ..., "content": text}"""
 
-# A token's text takes a twentieth of a millisecond, for which OpenVINO would wake a thread on every core: 1.3 ms of
-# processors' time a token, taken from peers on the same machine, where one thread takes 0.2.
+# Decoding a token takes 0.05 ms, for which OpenVINO would wake a thread on every core. That costs 1.3 ms of CPU time a
+# token, taken from peers on the same machine; one thread costs 0.2 ms.
 _ONE_THREAD = {"INFERENCE_NUM_THREADS": 1}
-# Shorter texts are never cut: no tokenizer has a limit as low.
-_NEVER_CUT = 256
-_LONGER = " and one two three"
-# What decoders that tidy up ("it 's" to "it's") would change.
-_TIDIED = "it 's , is n't it ?"
+# No tokenizer truncates below this many tokens.
+_MIN_TRUNCATION = 256
+_SUFFIX = " and one two three"
+# A decoder that cleans up spaces changes this text ("it 's" to "it's").
+_CLEAN_UP_PROBE = "it 's , is n't it ?"
 
 
 class Codec(Protocol):
-    """What a client needs of a tokenizer; `Tokenizer` says what each does."""
+    """What a client needs of a tokenizer; documented at `Tokenizer`."""
 
     @property
     def has_chat_template(self) -> bool: ...
 
     @property
-    def tidies(self) -> bool: ...
+    def cleans_up_spaces(self) -> bool: ...
 
     def encode(self, text: str, *, special: bool = True) -> list[int]: ...
 
@@ -39,7 +39,7 @@ class Codec(Protocol):
 
 
 class Tokenizer:
-    """One package's tokenizer. Calls take a fraction of a millisecond, long prompts a few."""
+    """One package's tokenizer. A call takes a fraction of a millisecond, a few for a long prompt."""
 
     def __init__(self, genai: Any) -> None:
         """`genai` is an `openvino_genai.Tokenizer`; use `load`."""
@@ -47,17 +47,18 @@ class Tokenizer:
 
     @classmethod
     async def load(cls, package: Path) -> Tokenizer:
-        """Read it in the executor, for half a second. Raises PackageError naming the package."""
+        """Read it in the executor, which takes half a second. Raises PackageError naming the package."""
         return await asyncio.get_running_loop().run_in_executor(None, cls._read, package)
 
     @classmethod
     def _read(cls, package: Path) -> Tokenizer:
-        # loaded here, not above: `import client` stays light
+        # imported here, so that `import client` stays light
         import openvino_genai
 
         try:
             tokenizer = cls(openvino_genai.Tokenizer(str(package), **_ONE_THREAD))
-            tokenizer._genai.decode(tokenizer._ids("a", special=False))  # half a tokenizer loads without a word
+            # an incomplete tokenizer loads without an error: use it once
+            tokenizer._genai.decode(tokenizer._ids("a", special=False))
         except (RuntimeError, ConfigError) as error:
             raise PackageError(f"the tokenizer of {package} cannot be read: {_reason(error)}") from error
         return tokenizer
@@ -67,27 +68,27 @@ class Tokenizer:
         return bool(self._genai.chat_template)
 
     @property
-    def tidies(self) -> bool:
-        """Whether decoding changes what came before: it removes spaces before punctuation."""
-        ids = self.encode(_TIDIED, special=False)
-        return self.decode(ids).strip() != _TIDIED
+    def cleans_up_spaces(self) -> bool:
+        """Whether decoding changes earlier text: it removes spaces before punctuation."""
+        ids = self.encode(_CLEAN_UP_PROBE, special=False)
+        return self.decode(ids).strip() != _CLEAN_UP_PROBE
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The ids of `text`; with `special`, the ones that the model wants around a text too.
+        """The ids of `text`; with `special`, also the special tokens that the model expects around a text.
 
-        Raises ConfigError where it is no valid Unicode, ContextExceeded where it is longer than the tokenizer takes.
+        Raises ConfigError if it is not valid Unicode, ContextExceeded if it is longer than the tokenizer takes.
         """
         _check_unicode("the prompt", text)
         ids = self._ids(text, special)
-        # a tokenizer cuts what is over its limit without a word: then a longer text has as many ids
-        if len(ids) >= _NEVER_CUT and len(self._ids(text + _LONGER, special)) <= len(ids):
+        # A tokenizer truncates silently. If it did, a longer text has as many ids.
+        if len(ids) >= _MIN_TRUNCATION and len(self._ids(text + _SUFFIX, special)) <= len(ids):
             raise ContextExceeded(f"the prompt is longer than the {len(ids)} tokens that the model takes: shorten it")
         return ids
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a conversation, up to where the assistant's next words begin.
+        """The ids of a conversation, up to the place where the assistant's next message begins.
 
-        Raises ConfigError naming the message that is malformed, or where the model has no chat template.
+        Raises ConfigError naming a malformed message, or if the model has no chat template.
         """
         for place, message in enumerate(messages):
             for name in ("role", "content"):
@@ -95,7 +96,7 @@ class Tokenizer:
                     raise ConfigError(f"message {place} has no {name}; write {{'role': 'user', 'content': '...'}}")
             _check_unicode(f"message {place}", message["content"])
         if not messages:
-            raise ConfigError("there is no message")
+            raise ConfigError("there is no message: give at least one")
         if not self.has_chat_template:
             raise ConfigError("this model has no chat template: give it a raw prompt")
         try:
@@ -117,7 +118,7 @@ class Tokenizer:
 
 
 def _check_unicode(what: str, text: str) -> None:
-    """Raises ConfigError where there are halves of characters in it, as Python reads bytes that are no UTF-8."""
+    """Raises ConfigError if `text` has surrogates, which is how Python decodes bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -126,5 +127,5 @@ def _check_unicode(what: str, text: str) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The last line of what OpenVINO says: those before it are positions in its sources."""
+    """The last line of OpenVINO's message: the lines before it are positions in its sources."""
     return ([line.strip() for line in str(error).splitlines() if line.strip()] or ["no reason given"])[-1][:200]

@@ -1,1 +1,1 @@
-"""Known tokens in, the next token out, over a route that is repaired as needed."""
+"""Known tokens in, the next token out, over a route that is repaired when a peer fails."""

@@ -18,57 +18,57 @@ from swarm.wire.message import Message
 from swarm.wire.messages import Failure, Hello, Leaving, Output
 
 T = TypeVar("T")
-_MEASURED = 64
-_MEASURED_AT_ONCE = 16
-_NO_WAY = LinkQuality(rtt_s=math.inf)
-_NO_WAY_KEPT_S = 5.0
+UNREACHABLE = LinkQuality(rtt_s=math.inf)
+_MAX_MEASURED = 64
+_MAX_MEASURED_AT_ONCE = 16
+_UNREACHABLE_AGE_S = 5.0
 
 
 class SessionListener(Protocol):
-    """A session on a line."""
+    """What a connection calls for one of its sessions."""
 
-    def heard(self, message: Output | Failure) -> None: ...
+    def on_message(self, message: Output | Failure) -> None: ...
 
-    def leaving(self, message: Leaving) -> None: ...
+    def on_leaving(self) -> None: ...
 
-    def lost(self, error: SwarmError) -> None: ...
+    def on_lost(self, error: SwarmError) -> None: ...
 
 
 class PeerConnection:
-    """One open connection; what comes in for a session goes to its listener."""
+    """One open connection. It passes the messages of each session to the session's listener."""
 
     def __init__(self) -> None:
         self.channel: Channel
         self.listeners: dict[str, SessionListener] = {}
-        self.said_leaving: Leaving | None = None
+        self.is_leaving = False
 
     def on_message(self, message: Message) -> None:
         match message:
             case Output() | Failure():
                 if listener := self.listeners.get(message.session):
-                    listener.heard(message)
+                    listener.on_message(message)
             case Leaving():
-                self.said_leaving = message
+                self.is_leaving = True
                 for listener in list(self.listeners.values()):
-                    listener.leaving(message)
+                    listener.on_leaving()
             case _:
-                pass  # nothing else is said without being asked
+                pass  # a peer sends nothing else without a request
 
     def on_lost(self, error: SwarmError) -> None:
         listeners, self.listeners = self.listeners, {}
         for listener in listeners.values():
-            listener.lost(error)
+            listener.on_lost(error)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Measured:
+class _MeasuredLink:
     link: LinkQuality
     incarnation: int
     until: float
 
 
 class ConnectionPool:
-    """The open lines by peer id. A line that broke is opened anew when it is next wanted."""
+    """The open connections by peer id. A broken connection is opened again when it is next needed."""
 
     def __init__(self, *, hello: Hello, config: ClientConfig, clock: Callable[[], float]) -> None:
         self._hello = hello
@@ -76,15 +76,15 @@ class ConnectionPool:
         self._clock = clock
         self._connections: dict[str, PeerConnection] = {}
         self._opening: dict[tuple[str, int], asyncio.Task[PeerConnection]] = {}
-        self._measured: dict[str, _Measured] = {}
-        self._finishing: set[asyncio.Task[Any]] = set()
+        self._measured: dict[str, _MeasuredLink] = {}
+        self._detached: set[asyncio.Task[Any]] = set()
         self._closed = False
 
     async def connection(self, record: PeerRecord) -> PeerConnection:
-        """An open line to the very process that `record` is about.
+        """An open connection to the process that `record` describes.
 
-        Raises PeerUnreachable (also where another process answers there by now), WrongPeer, PeerStalled,
-        or whatever `stream.connect` makes of the peer's greeting.
+        Raises PeerUnreachable (also if another process answers there by now), WrongPeer, PeerStalled,
+        or what `stream.connect` raises on the peer's Hello.
         """
         connection = self._open_connection(record)
         if connection is not None:
@@ -92,13 +92,13 @@ class ConnectionPool:
         key = (record.peer_id, record.incarnation)
         opening = self._opening.get(key)
         if opening is None:
-            opening = self._opening[key] = self.finish(self._connect(record))
-            opening.add_done_callback(lambda task: self._opened(key, task))
-        # whoever is cancelled does not take the connection away from others who wait for it
+            opening = self._opening[key] = self.run_detached(self._connect(record))
+            opening.add_done_callback(lambda task: self._on_opened(key, task))
+        # Shielded: cancelling one waiter must not cancel the connection attempt that others wait for.
         return await asyncio.shield(opening)
 
     def _open_connection(self, record: PeerRecord) -> PeerConnection | None:
-        """The one that leads to this very process, where there is one."""
+        """The connection to this process, if there is one."""
         connection = self._connections.get(record.peer_id)
         if (
             connection is None
@@ -108,10 +108,10 @@ class ConnectionPool:
             return None
         return connection
 
-    def _opened(self, key: tuple[str, int], task: asyncio.Task[PeerConnection]) -> None:
+    def _on_opened(self, key: tuple[str, int], task: asyncio.Task[PeerConnection]) -> None:
         del self._opening[key]
         if not task.cancelled():
-            task.exception()  # whoever waits has it; that nobody does any more is no reason to complain
+            task.exception()  # retrieved, so that asyncio does not warn if no waiter is left
 
     async def _connect(self, record: PeerRecord) -> PeerConnection:
         connection = PeerConnection()
@@ -122,8 +122,8 @@ class ConnectionPool:
             on_message=connection.on_message,
             on_lost=connection.on_lost,
         )
-        found = connection.channel.hello
-        if self._closed or found.incarnation != record.incarnation or found.model != record.model:
+        hello = connection.channel.hello
+        if self._closed or hello.incarnation != record.incarnation or hello.model != record.model:
             await connection.channel.close()
             raise PeerUnreachable(
                 f"peer {record.name or record.peer_id[:8]} was restarted since it announced itself; "
@@ -133,75 +133,75 @@ class ConnectionPool:
         before = self._connections.get(record.peer_id)
         self._connections[record.peer_id] = connection
         if before is not None:
-            await self._end(before, "the peer was restarted")
+            await self._close(before, "the peer was restarted")
         return connection
 
     async def measure(self, records: Iterable[PeerRecord]) -> dict[str, LinkQuality]:
-        """The way to each peer, measured now or a little while ago; infinite where there is none.
+        """The link to each peer, measured now or less than `links_age_s` ago; infinite for an unreachable peer.
 
-        Of very many peers only the first are measured. Bounded by `measure_timeout_s`.
+        Measures at most the first 64 records. Bounded by `measure_timeout_s`.
         """
         now, config = self._clock(), self._config
         links: dict[str, LinkQuality] = {}
         missing = []
-        for record in list(records)[:_MEASURED]:
+        for record in list(records)[:_MAX_MEASURED]:
             known = self._measured.get(record.peer_id)
             if (
                 known is not None
                 and known.incarnation == record.incarnation
                 and now < known.until
-                # a way whose line has broken since may be none any more
+                # a peer whose connection broke since may be unreachable
                 and (not known.link.reachable or self._open_connection(record) is not None)
             ):
                 links[record.peer_id] = known.link
             else:
                 missing.append(record)
-        gate = asyncio.Semaphore(_MEASURED_AT_ONCE)
+        semaphore = asyncio.Semaphore(_MAX_MEASURED_AT_ONCE)
 
         async def measure(record: PeerRecord) -> None:
-            async with gate:
+            async with semaphore:
                 try:
                     connection = await self.connection(record)
                     links[record.peer_id] = await measure_link(connection.channel, timeout=config.ping_timeout_s)
-                except SwarmError:  # one peer's trouble, of whatever kind, says nothing about the others
-                    links[record.peer_id] = _NO_WAY
+                except SwarmError:  # any failure of one peer must not stop the measurement of the others
+                    links[record.peer_id] = UNREACHABLE
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(config.measure_timeout_s):
                 await asyncio.gather(*(measure(record) for record in missing))
         for record in missing:
-            link = links.setdefault(record.peer_id, _NO_WAY)
-            kept = config.links_age_s if link.reachable else min(_NO_WAY_KEPT_S, config.links_age_s)
-            self._measured[record.peer_id] = _Measured(
-                link=link, incarnation=record.incarnation, until=self._clock() + kept
+            link = links.setdefault(record.peer_id, UNREACHABLE)
+            max_age_s = config.links_age_s if link.reachable else min(_UNREACHABLE_AGE_S, config.links_age_s)
+            self._measured[record.peer_id] = _MeasuredLink(
+                link=link, incarnation=record.incarnation, until=self._clock() + max_age_s
             )
         return links
 
     async def drop(self, peer_id: str) -> None:
-        """Close the line to a peer that does not answer; all sessions on it hear that it is lost."""
+        """Close the connection to a peer that does not answer. Its sessions get PeerLost."""
         connection = self._connections.pop(peer_id, None)
         self._measured.pop(peer_id, None)
         if connection is not None:
-            await self._end(connection, f"the connection to peer {peer_id[:8]} was given up")
+            await self._close(connection, f"the connection to peer {peer_id[:8]} was given up")
 
-    def finish(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run what must come to its end even if its caller is cancelled; `close` waits for it a little."""
+    def run_detached(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run work that must finish even if its caller is cancelled; `close` waits `close_timeout_s` for it."""
         task = asyncio.create_task(work)
-        self._finishing.add(task)
-        task.add_done_callback(self._finishing.discard)
+        self._detached.add(task)
+        task.add_done_callback(self._detached.discard)
         return task
 
     async def close(self) -> None:
-        """Close all. Idempotent; the peers drop every session that was opened on them."""
+        """Close all connections. Idempotent. The peers drop every session that was opened on them."""
         self._closed = True
-        if self._finishing:
-            _, left = await asyncio.wait(self._finishing, timeout=self._config.close_timeout_s)
+        if self._detached:
+            _, left = await asyncio.wait(self._detached, timeout=self._config.close_timeout_s)
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
         connections, self._connections = list(self._connections.values()), {}
-        await asyncio.gather(*(self._end(connection, "this client was closed") for connection in connections))
+        await asyncio.gather(*(self._close(connection, "this client was closed") for connection in connections))
 
-    async def _end(self, connection: PeerConnection, why: str) -> None:
-        connection.on_lost(PeerLost(why, peer=connection.channel.peer_id))
+    async def _close(self, connection: PeerConnection, reason: str) -> None:
+        connection.on_lost(PeerLost(reason, peer=connection.channel.peer_id))
         await connection.channel.close()

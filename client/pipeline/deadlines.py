@@ -1,4 +1,4 @@
-"""How long a step may take before somebody asks what is wrong. Pure."""
+"""How long a step is expected to take. After a multiple of that, the client asks the hops what is wrong. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _WEIGHT = 0.3
 
 
 class StepTimes:
-    """Expected seconds of a step of n tokens: what the route's records say, or what was measured if that is more.
+    """Expected seconds of a step of n tokens: according to the route's records, or as measured if that is more.
 
     A single token and a token of a chunk have their own measured times: the first is bound by reading
     the weights, the second by arithmetic.
@@ -27,15 +27,17 @@ class StepTimes:
         return max(planned + self._latency_s, measured)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """A step of `tokens` was answered after `seconds`."""
-        each = seconds / tokens
+        """Record that a step of `tokens` was answered after `seconds`."""
+        token_s = seconds / tokens
         before = self._measured.get(tokens > 1)
-        # slower counts at once, faster little by little: a deadline that is too short costs a repair
-        self._measured[tokens > 1] = each if before is None or each > before else before + _WEIGHT * (each - before)
+        # a slower step counts at once, a faster one by `_WEIGHT`: a deadline that is too short costs a repair
+        if before is not None and token_s < before:
+            token_s = before + _WEIGHT * (token_s - before)
+        self._measured[tokens > 1] = token_s
 
 
 def step_times_of(route: Route) -> StepTimes:
-    """What the route's records promise, for a token and for a token of a prompt."""
+    """The times that the route's records announce, for a single token and for a token of a prompt."""
     records = [(hop.record, len(hop.span)) for hop in route.hops]
     return StepTimes(
         token_s=sum(record.layer_time_s * layers for record, layers in records),

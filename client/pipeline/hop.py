@@ -1,4 +1,4 @@
-"""One peer of a circuit: the session on it, and what it says about that session."""
+"""One peer of a circuit: the session on it, and the messages that the peer sends about that session."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from swarm.wire.messages import (
     CloseSession,
     Failure,
     Forward,
-    Leaving,
     Link,
     Linked,
     OpenSession,
@@ -29,7 +28,7 @@ from swarm.wire.queries import Ping, Pong
 
 
 class Hop:
-    """A session under one epoch on one peer. Not opened until `open`; what an earlier epoch says is not heard."""
+    """A session under one epoch on one peer, from `open` on. Messages of other epochs are dropped."""
 
     def __init__(
         self,
@@ -39,17 +38,18 @@ class Hop:
         epoch: int,
         config: ClientConfig,
         on_output: Callable[[Hop, Output], None],
-        on_fault: Callable[[Hop, SwarmError], None],
+        on_error: Callable[[Hop, SwarmError], None],
     ) -> None:
+        """`on_error` gets each Failure of the session, and the error that ends the connection."""
         self.plan = plan
         self.session = session
         self.epoch = epoch
         self.is_leaving = False
-        self.held = 0
+        self.cached_tokens = 0
         self._secret = secrets.token_bytes(32)
         self._config = config
-        self._on_output = on_output
-        self._on_fault = on_fault
+        self._notify_output = on_output
+        self._notify_error = on_error
         self._connection: PeerConnection | None = None
 
     @property
@@ -62,20 +62,20 @@ class Hop:
         return self.plan.record.name or self.peer_id[:8]
 
     @property
-    def is_asked(self) -> bool:
-        """The peer may know this session under this epoch."""
+    def may_have_session(self) -> bool:
+        """Whether the peer may have opened this session under this epoch."""
         return self._connection is not None
 
     async def open(self, connections: ConnectionPool, *, max_tokens: int, hops: int, prefix: bytes = b"") -> None:
-        """Reserve room there, as one of `hops`; `held` tokens of what `prefix` names are cached then.
+        """Reserve KV cache on the peer, as one of `hops`. Afterwards it has `cached_tokens` of what `prefix` names.
 
-        Raises PeerError (PeerBusy says when there is room), ContextExceeded.
+        Raises PeerError (PeerBusy says when there will be room), ContextExceeded.
         """
         connection = await connections.connection(self.plan.record)
-        # from here on the peer may know the session, whatever becomes of the answer
+        # from here on the peer may have the session, even if its answer never comes
         self._connection = connection
         connection.listeners[self.session] = self
-        question = OpenSession(
+        request = OpenSession(
             request=connection.channel.next_request(),
             session=self.session,
             epoch=self.epoch,
@@ -87,79 +87,73 @@ class Hop:
             prefix=prefix,
             hops=hops,
         )
-        opened = await connection.channel.ask(question, SessionOpened, timeout=self._config.open_timeout_s)
-        self.held = opened.held
-        self.is_leaving = connection.said_leaving is not None
+        opened = await connection.channel.ask(request, SessionOpened, timeout=self._config.open_timeout_s)
+        self.cached_tokens = opened.held
+        self.is_leaving = connection.is_leaving
 
-    async def link(self, following: Hop | None) -> None:
-        """Lead this hop's hidden states to the next one; None: to this client, who relays them.
+    async def link(self, next_hop: Hop | None) -> None:
+        """Have the peer send its hidden states to `next_hop`; None: to this client, which relays them.
 
-        Raises PeerUnreachable where the two cannot reach each other.
+        Raises PeerUnreachable if the peer cannot reach `next_hop`.
         """
         connection = self._open_connection()
-        question = Link(request=connection.channel.next_request(), session=self.session, epoch=self.epoch)
-        if following is not None:
-            record = following.plan.record
-            question = dataclasses.replace(
-                question, addresses=record.addresses, peer_id=record.peer_id, secret=following._secret
+        request = Link(request=connection.channel.next_request(), session=self.session, epoch=self.epoch)
+        if next_hop is not None:
+            record = next_hop.plan.record
+            request = dataclasses.replace(
+                request, addresses=record.addresses, peer_id=record.peer_id, secret=next_hop._secret
             )
-        await connection.channel.ask(question, Linked, timeout=self._config.open_timeout_s)
+        await connection.channel.ask(request, Linked, timeout=self._config.open_timeout_s)
 
     def send(self, forward: Forward) -> None:
-        """Queue a step; with others on the line it leaves together with theirs. Raises PeerLost."""
+        """Queue a step. On a connection with other sessions it is sent together with their steps. Raises PeerLost."""
         connection = self._open_connection()
         connection.channel.send(forward, at_once=len(connection.listeners) == 1)
 
     async def ping(self, timeout: float) -> Pong:
-        """How far the session is there. Raises PeerStalled, PeerLost."""
+        """The session's progress on the peer. Raises PeerStalled, PeerLost."""
         channel = self._open_connection().channel
         return await channel.ask(Ping(request=channel.next_request(), session=self.session), Pong, timeout=timeout)
 
     async def close(self) -> None:
-        """Give the session back. Idempotent, bounded; a peer that does not answer is left to its own time-outs."""
-        connection, self._connection = self._connection, None
-        if connection is None:
-            return
-        self._stop_listening(connection)
-        if connection.channel.closed:
+        """Close the session. Idempotent, bounded; if the peer does not answer, its own time-outs close the session."""
+        connection = self._connection
+        self.detach()
+        if connection is None or connection.channel.closed:
             return
         with contextlib.suppress(SwarmError):
-            question = CloseSession(request=connection.channel.next_request(), session=self.session)
-            await connection.channel.ask(question, SessionClosed, timeout=self._config.close_timeout_s)
+            request = CloseSession(request=connection.channel.next_request(), session=self.session)
+            await connection.channel.ask(request, SessionClosed, timeout=self._config.close_timeout_s)
 
-    def hand_over(self) -> None:
-        """Stop listening without closing: the session on this peer goes on under another epoch."""
+    def detach(self) -> None:
+        """Stop listening without closing the session, which goes on under another epoch."""
         connection, self._connection = self._connection, None
-        if connection is not None:
-            self._stop_listening(connection)
+        if connection is not None and connection.listeners.get(self.session) is self:
+            del connection.listeners[self.session]
 
-    # -- what the line hears
+    # -- messages from the connection
 
-    def heard(self, message: Output | Failure) -> None:
+    def on_message(self, message: Output | Failure) -> None:
         if message.epoch != self.epoch:
             return
         if isinstance(message, Output):
-            self._on_output(self, message)
+            self._notify_output(self, message)
             return
-        self._on_fault(self, failure_to_error(message, self.peer_id))
+        self._notify_error(self, failure_to_error(message, self.peer_id))
 
-    def leaving(self, message: Leaving) -> None:
+    def on_leaving(self) -> None:
         self.is_leaving = True
 
-    def lost(self, error: SwarmError) -> None:
-        self._on_fault(self, error)
+    def on_lost(self, error: SwarmError) -> None:
+        self._notify_error(self, error)
 
     def _open_connection(self) -> PeerConnection:
         assert self._connection is not None, "the hop is not open"
         return self._connection
 
-    def _stop_listening(self, connection: PeerConnection) -> None:
-        if connection.listeners.get(self.session) is self:
-            del connection.listeners[self.session]
-
 
 async def close_all(hops: list[Hop], connections: ConnectionPool) -> None:
-    """Close sessions on all these hops at once. If the caller is cancelled meanwhile it goes on without it."""
-    tasks = [connections.finish(hop.close()) for hop in hops]
+    """Close the sessions on all these hops at once. Goes on if the caller is cancelled."""
+    tasks = [connections.run_detached(hop.close()) for hop in hops]
     if tasks:
         await asyncio.wait(tasks)

@@ -1,4 +1,4 @@
-"""What two lines of token ids have in common. Pure."""
+"""The common prefix of two sequences of token ids. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 
 def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many of the first ids are the same."""
+    """The number of leading ids that are the same."""
     one, other = list(one), list(other)
     if one == other[: len(one)]:
         return len(one)  # nearly always
-    low, high = 0, min(len(one), len(other))  # the first `low` are the same; by halves, since slices compare fast
+    # Bisection, because Python compares slices fast. The first `low` ids are the same.
+    low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
         if one[low:middle] == other[low:middle]:

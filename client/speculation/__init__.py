@@ -1,1 +1,1 @@
-"""Several tokens a trip: drafts, verification, and how far ahead to guess."""
+"""Several tokens a trip: drafts, verification, and how many guesses to send."""

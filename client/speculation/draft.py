@@ -1,7 +1,7 @@
-"""Guessing what comes next: the interface of all drafts, and look-up in the text itself. Pure.
+"""Guessing the next tokens: the interface of all drafts, and look-up in the text itself. Pure.
 
-A draft holds a *line*: the text that is sure, and after it what it has guessed. `propose` makes the line longer,
-`accept` moves the border and cuts off what was wrong. A wrong guess costs time and nothing else.
+A draft holds a *line*: the known text and its own guesses after it. `propose` appends guesses; `accept` turns the right
+ones into known text and cuts off the wrong ones. A wrong guess costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 from swarm.sampling import Sampling
 from swarm.wire.messages import GREEDY
 
-_SHORTEST = 2  # what followed a single token before says little about what follows it now
+_MIN_NGRAM_SIZE = 2  # a single token says little about the next one
 
 
 class Draft(Protocol):
@@ -24,55 +24,57 @@ class Draft(Protocol):
 
     @property
     def instant(self) -> bool:
-        """`propose` takes no time worth speaking of, and never waits."""
+        """Whether `propose` takes no noticeable time and never waits."""
 
     @property
     def unread(self) -> int:
-        """How many tokens of the line it has to read before it can guess; that takes longer than a guess."""
+        """How many tokens of the line it must read (prefill) before it can guess, beyond what a guess reads anyway."""
 
     @property
     def silence(self) -> str:
-        """Why it guesses no more in this text, whatever follows; empty where it may."""
+        """Why it can make no more guesses in this text; empty if it can."""
 
     def begin(self, known: Sequence[int], sampling: Sampling) -> None:
-        """The text is this now, its tokens will be chosen so, and nothing is guessed. What is cached stays cached."""
+        """Start over with the text `known`, without guesses. The next tokens are chosen by `sampling`. Caches stay."""
 
     async def read(self) -> None:
-        """Read what is unread, but for what belongs to the next guess. It may be cancelled, and asked for again."""
+        """Read the unread tokens. May be cancelled and called again."""
 
     async def propose(self, k: int) -> list[int]:
-        """Up to `k` more guesses at the end of the line. Cancelled, a correction or `begin` has to follow."""
+        """Append up to `k` guesses to the line and return them. After a cancellation, call `begin`, or `accept` with a
+        correction."""
 
     def accept(self, n: int, correction: int | None) -> None:
-        """The oldest `n` guesses are sure. A `correction` follows them, and the guesses after them were wrong."""
+        """The oldest `n` guesses are right. If there is a `correction`, it follows them and the other guesses are
+        wrong."""
 
 
 class Line:
-    """The ids of a text: `sure` of them certain, guesses after that."""
+    """The ids of a text: the first `known` are certain, the others are guesses."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
-        self.sure = 0
+        self.known = 0
 
     def begin(self, known: Sequence[int]) -> None:
         self.ids = list(known)
-        self.sure = len(self.ids)
+        self.known = len(self.ids)
 
     def accept(self, n: int, correction: int | None) -> None:
-        self.sure += n
-        assert self.sure <= len(self.ids), "more was accepted than guessed"
+        self.known += n
+        assert self.known <= len(self.ids), "more was accepted than guessed"
         if correction is not None:
-            del self.ids[self.sure :]
+            del self.ids[self.known :]
             self.ids.append(correction)
-            self.sure += 1
+            self.known += 1
 
 
 class NgramDraft:
-    """Guesses that the text goes on as it did after the last time its latest tokens were there.
+    """Guesses that the text continues as it did after the last occurrence of its latest tokens.
 
-    As openvino_genai's prompt look-up (after Saxena 2023): the longest of the latest `max_ngram_size` ... 2 tokens
-    that occurred before is looked for, here by an index that grows with the text, and its most recent occurrence wins.
-    Copying goes on from there, into the copy itself where the text repeats, until a correction.
+    As openvino_genai's prompt look-up (after Saxena 2023): it looks up the longest of the latest `max_ngram_size` ... 2
+    tokens that occurred before, in an index that grows with the text; the most recent occurrence wins. It copies the
+    tokens from there on, and then its own copy (the text repeats), until a correction.
 
     >>> import asyncio
     >>> draft = NgramDraft(3)
@@ -87,41 +89,43 @@ class NgramDraft:
     silence = ""
 
     def __init__(self, max_ngram_size: int = 3) -> None:
-        self._sizes = range(max_ngram_size, min(_SHORTEST, max_ngram_size) - 1, -1)
+        self._sizes = range(max_ngram_size, min(_MIN_NGRAM_SIZE, max_ngram_size) - 1, -1)
         self._line = Line()
-        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> the place after it, the latest but the end itself
+        self._after: dict[
+            tuple[int, ...], int
+        ] = {}  # n-gram -> the place after its latest occurrence, the text's end aside
         self._indexed = 0
-        self._from: int | None = None  # where in the line the next guess is copied from
+        self._copy_from: int | None = None  # the place in the line from which the next guess is copied
 
     def begin(self, known: Sequence[int], sampling: Sampling = GREEDY) -> None:
         self._line.begin(known)
         self._after.clear()
         self._indexed = 0
-        self._from = None
+        self._copy_from = None
 
     async def read(self) -> None:
-        """There is nothing to be read: an index grows with each look."""
+        """Nothing to read: `propose` extends the index."""
 
     async def propose(self, k: int) -> list[int]:
         ids = self._line.ids
-        if self._from is None:
-            self._from = self._look_up()
-        if self._from is None:
+        if self._copy_from is None:
+            self._copy_from = self._look_up()
+        if self._copy_from is None:
             return []
         guesses = []
         for _ in range(k):
-            guesses.append(ids[self._from])
-            ids.append(ids[self._from])
-            self._from += 1
+            guesses.append(ids[self._copy_from])
+            ids.append(ids[self._copy_from])
+            self._copy_from += 1
         return guesses
 
     def accept(self, n: int, correction: int | None) -> None:
         self._line.accept(n, correction)
         if correction is not None:
-            self._from = None
+            self._copy_from = None
 
     def _look_up(self) -> int | None:
-        """Where what followed the latest tokens before begins. The line has no guesses then."""
+        """The place after the latest earlier occurrence of the latest tokens. Called while the line has no guesses."""
         ids = self._line.ids
         # n-grams that end before the last token: the end of the text is no earlier occurrence of itself
         for end in range(self._indexed + 1, len(ids)):

@@ -1,8 +1,8 @@
 """A whole model package as a draft: one span over all its layers, run in this process by a thread of its own.
 
-It guesses with the very function, and the very random numbers of each position, that the last hop chooses with. Where
-draft and target agree on the probabilities they draw the same token, nearly as often as any rule could accept
-(Daliri et al. 2024), no distribution has to travel to the last hop, and a seed gives one text with any draft or none.
+It chooses guesses with the same function, and the same random numbers of each position, as the last hop. Where draft
+and target agree on the probabilities they draw the same token, nearly as often as any rule could accept (Daliri et al.
+2024). No distribution has to be sent to the last hop, and a seed gives one text with any draft or none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from swarm.process.priority import lower_priority
 from swarm.sampling import Sampling
 
 _MAX_KV_TOKENS = 1 << 17
-_CHUNK = 256  # a prompt is read in steps of so many tokens: the head's and the layers' activations stay small
+_CHUNK = 256  # tokens a step while reading a prompt: keeps the activations small
 
 
 class DraftModel:
@@ -50,11 +50,11 @@ class DraftModel:
         engine: str = "stateful",
         cache_dir: Path | None = None,
     ) -> DraftModel:
-        """Load it, for seconds; `engine` as `ClientConfig.draft_engine`.
+        """Load it, which takes seconds; `engine` as `ClientConfig.draft_engine`.
 
-        Raises PackageError, ConfigError where its vocabulary is another, EngineError, UnsupportedModel.
+        Raises PackageError, ConfigError if its vocabulary differs, EngineError, UnsupportedModel.
         """
-        # one thread: an executor of one worker is that, with futures that asyncio understands
+        # a thread as an executor of one worker: asyncio can wait for its futures
         executor = ThreadPoolExecutor(1, thread_name_prefix="draft", initializer=lower_priority)
 
         def load() -> tuple[Engine, Manifest]:
@@ -75,19 +75,19 @@ class DraftModel:
         return f"{self._manifest.name} {self._manifest.weights}"
 
     def draft(self, max_tokens: int) -> ModelDraft:
-        """A draft of its own for one session, of at most `max_tokens` positions; beyond its context it is silent."""
+        """A draft for one session of at most `max_tokens` positions. Beyond the model's context it makes no guesses."""
         return ModelDraft(self, f"text {next(self._keys)}", min(max_tokens, self._manifest.context_length))
 
     def close(self) -> None:
-        """What runs ends first; nothing waits for it. Idempotent."""
+        """Close the thread after the step that it runs, without waiting. Idempotent."""
         self.thread.close()
 
 
 class ModelDraft:
     """One text's `Draft`.
 
-    `_fed` ids of the line are in the engine's cache, or will be once its thread gets there: steps run in the order in
-    which they were asked for, also those whose asker was cancelled, and a step that starts lower rewinds.
+    `_fed` ids of the line are in the engine's cache, or will be when the thread has run the steps that were queued. It
+    runs them in order, also those whose caller was cancelled; a step that starts lower rewinds.
     """
 
     instant = False
@@ -112,7 +112,7 @@ class ModelDraft:
     def accept(self, n: int, correction: int | None) -> None:
         self._line.accept(n, correction)
         if correction is not None:
-            self._fed = min(self._fed, self._line.sure - 1)
+            self._fed = min(self._fed, self._line.known - 1)
 
     @property
     def unread(self) -> int:
@@ -122,16 +122,16 @@ class ModelDraft:
     @property
     def silence(self) -> str:
         length = len(self._line.ids)
-        known = f"the text has {length} tokens, and the draft's context is {self._max_tokens}"
-        return known if length > self._max_tokens else ""
+        reason = f"the text has {length} tokens, and the draft's context is {self._max_tokens}"
+        return reason if length > self._max_tokens else ""
 
     async def read(self) -> None:
-        """As `Draft` says. Raises EngineError where the device fails, or it is closed meanwhile."""
+        """See `Draft`. Raises EngineError if the device fails or the draft is closed."""
         while self.unread:
             await self._feed(self._fed + min(self.unread, _CHUNK), answers=False)
 
     async def propose(self, k: int) -> list[int]:
-        """As `Draft` says. Raises EngineError where the device fails, or it is closed meanwhile."""
+        """See `Draft`. Raises EngineError if the device fails or the draft is closed."""
         ids = self._line.ids
         guesses: list[int] = []
         while len(guesses) < k and len(ids) <= self._max_tokens:
@@ -142,22 +142,22 @@ class ModelDraft:
         return guesses
 
     def close(self) -> None:
-        """Give its cache back; it guesses no more. Idempotent; the thread does it when it gets there."""
+        """Free its cache, after the steps that were queued before. It makes no more guesses. Idempotent."""
         self._closed = True
         if self._is_open:
             self._is_open = False
             self._model.thread.post(lambda engine: engine.close(self._key))
 
     async def _feed(self, end: int, *, answers: bool) -> int:
-        """Have the line computed up to `end`; the token that follows if it `answers`."""
+        """Have the line computed up to `end`. Returns the token that follows if `answers`, else 0."""
         if self._closed:
             raise EngineError("the session that this draft guessed for is closed")
         if self._fed >= end:
-            self._fed = end - 1  # all is cached: one position again, for its answer
+            self._fed = end - 1  # all is cached: compute the last position again, for its answer
         tokens = np.array(self._line.ids[self._fed : end], np.int32)
         feed = Feed(
             step=Step(session=self._key, start=self._fed, tokens=tokens, rows=int(answers)),
-            opens=0 if self._is_open else self._max_tokens,
+            open_tokens=0 if self._is_open else self._max_tokens,
             sampling=self._sampling if answers else None,
             history=np.array(self._line.ids[:end], np.int32) if self._sampling.looks_back else None,
         )
@@ -169,8 +169,8 @@ class ModelDraft:
 def _open_engine(
     package: Path, manifest: Manifest, choice: str, device: str, threads: int, cache_dir: Path | None
 ) -> Engine:
-    """The first that works of what `choice` comes to."""
-    # loaded here, not above: `import client` stays light
+    """The first engine that works of those that `choice` allows."""
+    # imported here, so that `import client` stays light
     from swarm.engine.choice import EngineKind, engines_to_try, open_chosen_engine
 
     def open_as(kind: EngineKind) -> Engine:
@@ -193,13 +193,13 @@ def _open_engine(
 
 
 def _kv_tokens(manifest: Manifest) -> int:
-    """Positions over all texts: memory for them is taken when they are written."""
-    spare: int = psutil.virtual_memory().available // 4
-    return min(max(spare // kv_token_bytes(manifest, manifest.span, "f32"), manifest.context_length), _MAX_KV_TOKENS)
+    """Positions over all texts. Their memory is allocated when they are written."""
+    budget: int = psutil.virtual_memory().available // 4
+    return min(max(budget // kv_token_bytes(manifest, manifest.span, "f32"), manifest.context_length), _MAX_KV_TOKENS)
 
 
 def check_same_vocabulary(draft: Manifest, target: Manifest) -> None:
-    """Raises ConfigError unless ids mean the same in both models: the tokenizer's graphs and tables are equal."""
+    """Raise ConfigError unless ids mean the same in both models: the tokenizers' graphs and tables are equal."""
     hashes = [{entry.sha256 for entry in m.files([TOKENIZER]) if _is_graph(entry.path)} for m in (draft, target)]
     same = hashes[0] == hashes[1]
     if not same or draft.vocab_size != target.vocab_size:
@@ -211,5 +211,5 @@ def check_same_vocabulary(draft: Manifest, target: Manifest) -> None:
 
 
 def _is_graph(path: str) -> bool:
-    """Not the model's own configuration, which lies beside them."""
+    """Whether the file belongs to the tokenizer itself, not to the configuration next to it."""
     return path.endswith((".xml", ".bin"))

@@ -1,4 +1,4 @@
-"""The drafts of one client: which one a generation gets, models loaded once, and what is known of each session's."""
+"""The drafts of one client: which draft a generation gets, models loaded once, and what sessions measured."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Drafts:
         self._models: dict[Path, asyncio.Task[DraftModel]] = {}
         self._fits: dict[Path, bool] = {}
         self.learned: dict[str, Learned] = {}
-        """By each draft's name, in the session that ended last."""
+        """By each draft's name: what the session that ended last measured."""
 
     async def model(self, package: Path) -> DraftModel:
-        """Loaded at the first call, for seconds. Raises PackageError, ConfigError, EngineError."""
+        """The model, which the first call loads, in seconds. Raises PackageError, ConfigError, EngineError."""
         task = self._models.get(package)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             self._on_event(Event(stage=Stage.DRAFT, text=f"loading the draft {package.name}"))
@@ -48,13 +48,13 @@ class Drafts:
                 cache_dir=self._config.cache_dir / "graphs",
             )
             task = self._models[package] = asyncio.create_task(opening)
-        # whoever is cancelled does not take it away from others who wait for it
+        # Shielded: cancelling one waiter must not cancel the loading that others wait for.
         return await asyncio.shield(task)
 
     def package_of(self, draft: str | Path) -> Path | None:
-        """The model that `GenerationConfig.draft` names here; None for look-up, or no draft.
+        """The model package that `GenerationConfig.draft` names; None for look-up or no draft.
 
-        Raises ConfigError, and PackageError where what is configured is damaged.
+        Raises ConfigError, and PackageError if the configured package is damaged.
         """
         if draft == AUTO:
             configured = self._config.draft_package
@@ -69,13 +69,13 @@ class Drafts:
         return package
 
     async def load(self, draft: str | Path) -> None:
-        """The model that it names, if it names one, now. Raises as `model` and `package_of` do."""
+        """Load the model that `draft` names, if it names one. Raises what `model` and `package_of` raise."""
         package = self.package_of(draft)
         if package is not None:
             await self.model(package)
 
     def _fits_target(self, package: Path) -> bool:
-        """Whether it has the target's vocabulary; where it has not, that is said once. Raises PackageError."""
+        """Whether it has the target's vocabulary; if not, an event reports that once. Raises PackageError."""
         if package not in self._fits:
             try:
                 check_same_vocabulary(load_manifest(package), self._target)
@@ -96,7 +96,7 @@ class Drafts:
 
 
 class SessionDrafts:
-    """One session's drafts, kept from answer to answer: their caches and what was measured."""
+    """One session's drafts with their caches and measurements, kept from answer to answer."""
 
     def __init__(self, drafts: Drafts, *, max_tokens: int, clock: Callable[[], float]) -> None:
         self._drafts = drafts
@@ -106,19 +106,20 @@ class SessionDrafts:
         self._guessers: dict[tuple[str, int | None, int | None], Guesser] = {}
 
     async def guesser(self, config: GenerationConfig) -> Guesser | None:
-        """What `config.draft` means here; None for no draft. Raises ConfigError, PackageError, EngineError."""
+        """The guesser for `config.draft`; None for no draft. Raises ConfigError, PackageError, EngineError."""
         if config.draft == OFF or config.num_assistant_tokens == 0:
             return None
         package = self._drafts.package_of(config.draft)
         name = f"{NGRAM} {config.max_ngram_size}" if package is None else str(package)
         key = (name, config.num_assistant_tokens, config.draft_windows)
         draft, guesser = self._drafts_by_name.get(name), self._guessers.get(key)
-        is_its = guesser is not None and guesser.draft is draft  # else another one's failed, and was replaced
-        if guesser is not None and is_its and not guesser.failure:
+        # a guesser's draft is not the current one if it failed and another guesser has replaced it
+        is_current = guesser is not None and guesser.draft is draft
+        if guesser is not None and is_current and not guesser.failure:
             return guesser
-        if draft is None or is_its:
-            _close(draft)  # it may hold memory that another needs
-            draft = self._drafts_by_name[name] = await self._draft(package, config.max_ngram_size)
+        if draft is None or is_current:
+            _close(draft)  # first: it may have memory that the new one needs
+            draft = self._drafts_by_name[name] = await self._open_draft(package, config.max_ngram_size)
         tuner = Tuner(
             _LOOK_UP if draft.instant else _MODEL,
             free_guesses=draft.instant,
@@ -130,14 +131,14 @@ class SessionDrafts:
         return guesser
 
     def close(self) -> None:
-        """Give the caches back; what was found out stays with the client's drafts. Idempotent."""
+        """Free the caches; the client's `Drafts` keep the measurements. Idempotent."""
         for (name, _, _), guesser in self._guessers.items():
             if (learned := guesser.tuner.learned) is not None:
                 self._drafts.learned[name] = learned
         for draft in self._drafts_by_name.values():
             _close(draft)
 
-    async def _draft(self, package: Path | None, max_ngram_size: int) -> Draft:
+    async def _open_draft(self, package: Path | None, max_ngram_size: int) -> Draft:
         if package is None:
             return NgramDraft(max_ngram_size)
         model = await self._drafts.model(package)

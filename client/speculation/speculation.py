@@ -1,16 +1,16 @@
-"""The tokens of one answer, several a trip where a draft earns it.
+"""The tokens of one answer, several a trip if a draft saves time.
 
 ::
 
     the line      known ........ t | g1 g2 g3 | g4 g5 g6 g7 | g8 g9
                                  └─ window 1 ┘└─ window 2 ──┘└─ guessed, not sent yet
-    on its way                   t  g1 g2 g3    g4 g5 g6 g7
-    answers                      a1 a2 a3 a4    a5 a6 a7 a8      a1 stands for g1's place, a4 for g4's
+    under way                    t  g1 g2 g3    g4 g5 g6 g7
+    answers                      a1 a2 a3 a4    a5 a6 a7 a8      a1 is chosen for the position of g1, a4 for that of g4
 
     g1 = a1, g2 = a2, g3 ≠ a3:   known ........ t g1 g2 a3       window 2 is void; a window that begins with a3
-                                                                 rewinds all hops to where g3 was
+                                                                 rewinds all hops to the position of g3
 
-While windows are under way the draft goes on at the end of the line, as if all of it were right.
+While windows are under way the draft goes on guessing at the end of the line, as if all guesses were right.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from swarm.wire.messages import MAX_STEP_ROWS
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a trip gave: the tokens that follow, and with each what was asked for beside it."""
+class TripResult:
+    """The tokens that a trip gave, and with each its log-probabilities and logits, if they were asked for."""
 
     tokens: tuple[int, ...]
     choices: tuple[Choice, ...]
@@ -40,9 +40,9 @@ class Given:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculationReport:
-    """How guessing went in one answer. `windows`: (tokens given so far, guesses a window, windows under way) at each
-    change. `without` is the estimated tokens a second without a draft, 0 where nothing tells; `off` says why there
-    are no guesses at the end, where there are none."""
+    """The speculation of one answer. `windows`: (tokens so far, guesses a window, windows under way) at each change.
+    `without` is the estimated tokens a second without a draft, 0 if unknown; `off` says why guessing had ended by the
+    end of the answer, if it had."""
 
     draft: str
     proposed: int
@@ -55,7 +55,7 @@ class SpeculationReport:
 
 
 class Guesser:
-    """A session's draft with what is known about its worth; it outlives the answers."""
+    """A session's draft and the tuner that measures it; kept from answer to answer."""
 
     def __init__(self, draft: Draft, tuner: Tuner, clock: Callable[[], float]) -> None:
         self.draft = draft
@@ -64,18 +64,18 @@ class Guesser:
         self._clock = clock
 
     async def propose(self, k: int) -> list[int]:
-        """As the draft does, and timed. Where its device fails it is not asked again: it is here to save time."""
+        """`Draft.propose`, timed. If the device fails, `failure` is set and the draft is not used again."""
         began = self._clock()
         try:
             guesses = await self.draft.propose(k)
         except EngineError as error:
             self.failure = str(error)
             return []
-        self.tuner.drafted(len(guesses), self._clock() - began)
+        self.tuner.record_guesses(len(guesses), self._clock() - began)
         return guesses
 
     async def read(self) -> None:
-        """As the draft does."""
+        """`Draft.read`; sets `failure` if the device fails."""
         try:
             await self.draft.read()
         except EngineError as error:
@@ -83,7 +83,7 @@ class Guesser:
 
 
 class Speculation:
-    """One answer after `known`, which grows. `limit`: no step reaches beyond this position. `close` it in the end."""
+    """One answer, appended to `known`. No step reaches beyond position `limit`. `close` it in the end."""
 
     def __init__(
         self, pipeline: Pipeline, known: list[int], sampling: Sampling, *, limit: int, guesser: Guesser | None
@@ -93,8 +93,8 @@ class Speculation:
         self._sampling = sampling
         self._limit = limit
         self._guesser = guesser
-        self._guesses: list[int] = []  # what the draft has put after `known`
-        self._dry = False  # it has no more before something else follows
+        self._guesses: list[int] = []  # the draft's guesses after `known`
+        self._exhausted = False  # the draft has no more guesses until a correction
         self._drafting: asyncio.Task[list[int]] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._began = len(known)
@@ -104,30 +104,31 @@ class Speculation:
             guesser.draft.begin(known, dataclasses.replace(sampling, logprobs=None, logits=""))
             guesser.tuner.streak = 0
 
-    async def next(self) -> Given:
-        """Wait for a trip. Raises what `Pipeline.advance` raises."""
+    async def next(self) -> TripResult:
+        """Wait for the next trip. Raises what `Pipeline.advance` raises."""
         if self._guesser is None:
-            return self._judge(await self._pipeline.advance(self.known, self._sampling))
+            return self._verify(await self._pipeline.advance(self.known, self._sampling))
         if len(self.known) > self._began and not self._pipeline.windows:
-            while wanted := self._wanted():
-                await self._guess(wanted)
-            self._send()
-        # else the prompt, which goes out at once
-        return self._judge(await self._advance(self._guesser))
+            while missing := self._missing_guesses():
+                await self._guess(missing)
+            self._send_window()
+        # else the prompt, which is sent at once
+        return self._verify(await self._advance(self._guesser))
 
     async def go_on(self) -> None:
-        """To be called when more is wanted after what `next` gave: what can be sent now is, without waiting."""
+        """Call it after `next` if more tokens are wanted: send without waiting the windows that can be sent now."""
         if self._guesser is None:
             self._pipeline.send_ahead(len(self.known) - 1, self.known[-1:], self._sampling)
         else:
-            while self._guesser.draft.instant and (wanted := self._wanted()):
-                await self._guess(wanted)
-            if not self._wanted():
-                self._send()
-        await asyncio.sleep(0)  # messages leave at the end of a turn of the loop: now, and not after the text is made
+            while self._guesser.draft.instant and (missing := self._missing_guesses()):
+                await self._guess(missing)
+            if not self._missing_guesses():
+                self._send_window()
+        # messages are sent at the end of a turn of the event loop: now, not after the text is decoded
+        await asyncio.sleep(0)
 
     async def close(self) -> None:
-        """Nothing is guessed any more."""
+        """Stop guessing."""
         tasks = {task for task in (self._drafting, self._reading) if task is not None}
         self._drafting = self._reading = None
         for task in tasks:
@@ -136,9 +137,9 @@ class Speculation:
             await asyncio.wait(tasks)
 
     def hear(self, answer: Answer) -> None:
-        """Of every step, for its times."""
+        """Take the times of a step. To be called with the answer of every step."""
         if self._guesser is not None:
-            self._guesser.tuner.answered(answer)
+            self._guesser.tuner.record_answer(answer)
 
     def report(self) -> SpeculationReport | None:
         if self._guesser is None:
@@ -151,51 +152,52 @@ class Speculation:
             trips=self._trips,
             tokens_a_trip=(len(self.known) - self._began) / self._trips if self._trips else 0.0,
             windows=tuple(self._windows),
-            without=tuner.without(),
-            off=self._guesser.failure or tuner.verdict() or self._guesser.draft.silence,
+            without=tuner.rate_without_draft(),
+            off=self._guesser.failure or tuner.off_reason() or self._guesser.draft.silence,
         )
 
     # -- guessing
 
-    def _wanted(self) -> int:
-        """How many guesses the next window lacks."""
+    def _missing_guesses(self) -> int:
+        """How many more guesses the next window needs."""
         guesser = self._guesser
-        if guesser is None or guesser.failure or self._dry or not guesser.tuner.guesses:
+        if guesser is None or guesser.failure or self._exhausted or not guesser.tuner.wants_guesses:
             return 0
         window = guesser.tuner.window
         if window.k == 0:
-            return 0 if self._guesses else _UNSENT
-        if self._read(guesser):
+            return 0 if self._guesses else _TRIAL_GUESSES
+        if self._is_reading(guesser):
             return 0
         size = window.k + bool(self._pipeline.windows)
         room = self._furthest - len(self.known) - len(self._guesses)
         return max(min(size - self._unsent, room), 0)
 
-    def _read(self, guesser: Guesser) -> bool:
-        """Whether the draft has much to read, which it does on the side: nothing waits for that."""
+    def _is_reading(self, guesser: Guesser) -> bool:
+        """Whether the draft has many tokens to read. It reads them in the background; no trip waits for that."""
         if self._reading is not None and self._reading.done():
             self._reading.result()
             self._reading = None
-        if self._reading is None and guesser.draft.unread > _MUCH and not guesser.failure:
+        if self._reading is None and guesser.draft.unread > _MAX_UNREAD and not guesser.failure:
             self._reading = asyncio.create_task(guesser.read())
         return self._reading is not None
 
     @property
     def _furthest(self) -> int:
-        """No window reaches beyond this position now."""
+        """The position beyond which no window may reach now."""
         return min(self._limit, self._pipeline.furthest(len(self.known)))
 
     @property
     def _unsent(self) -> int:
+        """How many guesses are in no window yet."""
         return len(self._guesses) - max(self._pipeline.line_end - len(self.known), 0)
 
     async def _guess(self, count: int) -> None:
-        """Have `count` guesses made, one at a time where that takes time: what is there is not lost at a verdict."""
+        """Have the draft make `count` guesses; only one if that takes time: a correction then discards only one."""
         assert self._guesser is not None
         if self._guesser.draft.instant:
             guesses = await self._guesser.propose(count)
             self._guesses += guesses
-            self._dry = len(guesses) < count
+            self._exhausted = len(guesses) < count
             return
         if self._drafting is None:
             self._drafting = asyncio.create_task(self._guesser.propose(1))
@@ -208,27 +210,27 @@ class Speculation:
             self._drafting = None
             guesses = drafting.result()
             self._guesses += guesses
-            self._dry = not guesses
+            self._exhausted = not guesses
 
     async def _advance(self, guesser: Guesser) -> Answer:
-        """Wait for the answer; meanwhile the draft goes on, and what it guesses is sent as deep as it pays."""
+        """Wait for the answer. Meanwhile the draft goes on guessing, and windows are sent up to the tuner's depth."""
         answering = asyncio.create_task(self._pipeline.advance(self.known, self._sampling))
         try:
             while not answering.done():
-                wanted = self._wanted()
-                if wanted and guesser.draft.instant:
-                    await self._guess(wanted)
-                elif wanted:
+                missing = self._missing_guesses()
+                if missing and guesser.draft.instant:
+                    await self._guess(missing)
+                elif missing:
                     self._drafting = self._drafting or asyncio.create_task(guesser.propose(1))
                     await asyncio.wait({answering, self._drafting}, return_when=asyncio.FIRST_COMPLETED)
                     self._take_drafted()
-                elif self._pipeline.windows and self._send():
+                elif self._pipeline.windows and self._send_window():
                     continue
                 elif self._reading is not None:
                     await asyncio.wait({answering, self._reading}, return_when=asyncio.FIRST_COMPLETED)
-                    self._read(guesser)
+                    self._is_reading(guesser)
                 else:
-                    break  # as deep as it pays
+                    break  # enough windows are under way
             return await answering
         except BaseException:
             answering.cancel()
@@ -237,8 +239,8 @@ class Speculation:
 
     # -- windows
 
-    def _send(self) -> bool:
-        """Send a window if there is to be another under way, and guesses for it. False where there is none."""
+    def _send_window(self) -> bool:
+        """Send another window if the tuner wants one and there are guesses for it. Whether it was sent."""
         assert self._guesser is not None
         window, under_way = self._guesser.tuner.window, self._pipeline.windows
         if under_way >= window.depth:
@@ -261,7 +263,7 @@ class Speculation:
 
     # -- answers
 
-    def _judge(self, answer: Answer) -> Given:
+    def _verify(self, answer: Answer) -> TripResult:
         self._take_drafted()
         chosen = answer.output.ids.tolist()
         sent = max(self._pipeline.line_end - len(self.known), len(chosen) - 1)
@@ -272,36 +274,36 @@ class Speculation:
         self.known.extend(tokens)
         if self._guesser is not None:
             self._accepted += min(verdict.accepted, sent)
-            self._settle(self._guesser, verdict.accepted, verdict.correction, compared)
-        return Given(tokens, _choices(answer, len(tokens)))
+            self._apply_verdict(self._guesser, verdict.accepted, verdict.correction, compared)
+        return TripResult(tokens, _choices(answer, len(tokens)))
 
-    def _settle(self, guesser: Guesser, accepted: int, correction: int | None, compared: int) -> None:
+    def _apply_verdict(self, guesser: Guesser, accepted: int, correction: int | None, compared: int) -> None:
         tuner = guesser.tuner
         if correction is None:
             del self._guesses[:accepted]
         else:
             self._guesses.clear()
-            self._dry = False
+            self._exhausted = False
             if self._drafting is not None:
-                self._drafting.cancel()  # it comes to nothing; what it computed is rewound
+                self._drafting.cancel()  # the draft rewinds what it computed
                 self._drafting = None
             self._pipeline.forget_windows()
         guesser.draft.accept(accepted, correction)
-        tuner.judged(accepted, compared, corrected=correction is not None and compared > accepted)
+        tuner.record_verdict(accepted, compared, corrected=correction is not None and compared > accepted)
         tuner.retune(accepted + (correction is not None))
         window = tuner.window
         if not self._windows or self._windows[-1][1:] != (window.k, window.depth):
             self._windows.append((len(self.known) - self._began, window.k, window.depth))
 
 
-_MUCH = 16
-"""So many tokens a draft reads on the way to its next guess, which the peers wait for."""
-_UNSENT = 4
-"""Guesses that are only looked at, where guessing is free and sending them does not pay."""
+_MAX_UNREAD = 16
+"""A draft reads up to so many tokens together with its next guess, while the peers wait; more in the background."""
+_TRIAL_GUESSES = 4
+"""Guesses that are only compared and not sent, while guessing is free and sending does not pay."""
 
 
 def _choices(answer: Answer, count: int) -> tuple[Choice, ...]:
-    """The log-probabilities and logits of the first `count` tokens, where they were asked for."""
+    """The log-probabilities and logits of the first `count` tokens, if they were asked for."""
     output = answer.output
     if output.logprobs is None and output.logits is None:
         return ()

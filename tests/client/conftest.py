@@ -1,4 +1,4 @@
-"""What the tests of the client share."""
+"""Fixtures of the client's tests."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture
 def prompt() -> list[int]:
-    """Longer than a few chunks."""
+    """A prompt of several chunks."""
     return [(7 * position + 3) % 97 for position in range(45)]

@@ -1,7 +1,7 @@
-"""Peers for tests: the real protocol over real sockets, a toy model that shows every mistake, faults on demand.
+"""Peers for tests: the real protocol over real sockets, a toy model that reveals every mistake, faults on demand.
 
 The toy: layer L turns x[0..p] into y[p] = (31 y[p-1] + x[p] + L + 1) mod 65521 and caches its y. A token that
-is lost, doubled or computed on a stale cache changes everything after it, wherever the layers lie.
+is lost, repeated or computed on a stale cache changes all tokens after it, on any route.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def toy_manifest(layers: int = 6, eos: Sequence[int] = ()) -> Manifest:
 
 
 def run_layer(layer: int, cached: list[int], start: int, values: Sequence[int]) -> list[int]:
-    """y for `values` at `start`; `cached` is this layer's y so far and is moved on."""
+    """y for `values` at `start`; `cached` is this layer's y so far, which is cut at `start` and extended."""
     assert start <= len(cached), "a step beyond the cache"
     del cached[start:]
     for value in values:
@@ -102,7 +102,7 @@ def pick(value: int, sampling: Sampling, position: int) -> int:
 
 
 def toy_text(prompt: Sequence[int], count: int, sampling: Sampling | None = None, layers: int = 6) -> list[int]:
-    """What the undisturbed model says: `count` tokens after `prompt`."""
+    """The expected text: `count` tokens after `prompt`."""
     sampling = sampling or Sampling()
     caches: list[list[int]] = [[] for _ in range(layers)]
     known = list(prompt)
@@ -123,23 +123,23 @@ class _Session:
     opener: Stream
     ask: OpenSession
     caches: dict[int, list[int]]
-    bringer: Stream | None = None
-    onward: Channel | None = None
-    next_peer: str = ""
+    previous_hop: Stream | None = None
+    next_hop: Channel | None = None
+    next_peer_id: str = ""
     received: int = 0
     computed: int = 0
     sent: int = 0
     waiting: deque[Forward] = field(default_factory=deque)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    lane: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] | None = None
 
 
 class ScriptedPeer:
     """One peer of the toy model.
 
-    Set `on_step` to be asked before each step is computed (count from 0 over all sessions): it may raise
-    an error to be told, or call one of the faults below. `on_open` likewise for each OpenSession, and
-    `greeting` for each caller.
+    `on_step` is called before each step is computed (the count is from 0 over all sessions): it may raise an error,
+    which is sent as a Failure, or call one of the faults below. `on_open` is called for each OpenSession,
+    `make_hello` for each connection. `alter_output` and `alter_hidden` change what is sent.
     """
 
     def __init__(self, name: str, span: LayerRange, manifest: Manifest, *, incarnation: int = 1) -> None:
@@ -151,25 +151,25 @@ class ScriptedPeer:
         self.sessions: dict[str, _Session] = {}
         self.on_step: Callable[[int, Forward], None] = lambda count, forward: None
         self.on_open: Callable[[OpenSession], None] = lambda ask: None
-        self.alter: Callable[[Output], Output] = lambda output: output
-        self.spoil: Callable[[Hidden], Hidden] = lambda hidden: hidden
-        self.greeting: Callable[[], Hello] = self.hello
+        self.alter_output: Callable[[Output], Output] = lambda output: output
+        self.alter_hidden: Callable[[Hidden], Hidden] = lambda hidden: hidden
+        self.make_hello: Callable[[], Hello] = self.hello
         self.unreachable: set[str] = set()
         self.files: dict[str, bytes] = {}
         self.directory: Directory | None = None
         self.steps: list[Forward] = []
         self.opened = 0
         self.relayed = 0
-        self.voided = 0
+        self.void_steps = 0
         self.kv_free = 10_000
         self.state = SERVING
         self.layer_time_s = 1e-6
         self.attends_to = 0
-        self.stuck = False
+        self.is_stuck = False
         self.dead = False
         self.delay_s = 0.0
-        self._thawed = asyncio.Event()
-        self._thawed.set()
+        self._running = asyncio.Event()
+        self._running.set()
         self._streams: set[Stream] = set()
         self._listener: Listener | None = None
 
@@ -218,39 +218,39 @@ class ScriptedPeer:
         )
 
     async def start(self) -> None:
-        self._listener = await listen("127.0.0.1", 0, self.identity, lambda: self.greeting(), self._serve)
+        self._listener = await listen("127.0.0.1", 0, self.identity, lambda: self.make_hello(), self._serve)
 
     async def close(self) -> None:
-        self._thawed.set()
+        self._running.set()
         for session in list(self.sessions.values()):
-            await self._drop(session)
+            await self._close_session(session)
         if self._listener is not None:
             await self._listener.close()
 
     # -- faults
 
     def die(self) -> None:
-        """As SIGKILL does: port and connections are gone at once."""
+        """As SIGKILL does: close port and connections at once."""
         assert self._listener is not None
         self.dead = True
         self._dying = asyncio.create_task(self._listener.close())
         self.cut()
 
     def cut(self) -> None:
-        """All connections break; the port stays."""
+        """Break all connections; the port stays open."""
         for stream in list(self._streams):
             stream.abort(PeerLost("cut by the test"))
 
     def freeze(self) -> None:
-        """As SIGSTOP does: nothing is read, computed or answered."""
-        self._thawed.clear()
+        """As SIGSTOP does: read, compute and answer nothing."""
+        self._running.clear()
 
     def get_stuck(self) -> None:
-        """Messages are answered and nothing is computed."""
-        self.stuck = True
+        """Answer messages and compute nothing."""
+        self.is_stuck = True
 
     async def leave(self) -> None:
-        """Take no new sessions, and say so."""
+        """Take no new sessions, and announce that the peer leaves."""
         self.state = LEAVING
         for stream in list(self._streams):
             stream.send(Leaving(grace_s=30.0))
@@ -262,17 +262,17 @@ class ScriptedPeer:
         try:
             while True:
                 message = await stream.receive()
-                await self._thawed.wait()
+                await self._running.wait()
                 try:
-                    await self._take(stream, message)
+                    await self._on_message(stream, message)
                 except SwarmError as error:
                     stream.send(error_to_failure(error, request=getattr(message, "request", 0)))
         finally:
             self._streams.discard(stream)
             for session in [s for s in self.sessions.values() if s.opener is stream]:
-                await self._drop(session)
+                await self._close_session(session)
 
-    async def _take(self, stream: Stream, message: Message) -> None:
+    async def _on_message(self, stream: Stream, message: Message) -> None:
         match message:
             case Ping():
                 session = self.sessions.get(message.session)
@@ -297,12 +297,12 @@ class ScriptedPeer:
                 session = self.sessions.get(message.session)
                 if session is None or session.ask.secret != message.secret or session.ask.epoch != message.epoch:
                     raise UnknownSession("no such session under this secret")
-                session.bringer = stream
+                session.previous_hop = stream
                 stream.send(Attached(request=message.request))
             case CloseSession():
                 session = self.sessions.get(message.session)
                 if session is not None and session.opener is stream:
-                    await self._drop(session)
+                    await self._close_session(session)
                 stream.send(SessionClosed(request=message.request))
             case Forward():
                 self._forward(stream, message)
@@ -320,9 +320,9 @@ class ScriptedPeer:
                 raise PeerBusy("open elsewhere", retry_after=0.1)
             if ask.epoch <= known.ask.epoch:
                 raise BadStep("the epoch does not follow")
-            await self._drop(known)
+            await self._close_session(known)
         session = _Session(stream, ask, {layer: [] for layer in range(ask.first, ask.last)})
-        session.lane = asyncio.create_task(self._run(session))
+        session.task = asyncio.create_task(self._run(session))
         self.sessions[ask.session] = session
         stream.send(SessionOpened(request=ask.request, kv_free=self.kv_free))
 
@@ -335,34 +335,34 @@ class ScriptedPeer:
                 raise PeerUnreachable("the next hop cannot be reached from here", peer=ask.peer_id)
             places = [Address.parse(text) for text in ask.addresses]
             try:
-                session.onward = await Channel.open(
+                session.next_hop = await Channel.open(
                     [Address(place.host, place.port, ask.peer_id) for place in places],
                     self.hello(),
-                    on_message=lambda message: self._next_said(session, message),
-                    on_lost=lambda error: self._next_lost(session, error),
+                    on_message=lambda message: self._on_next_hop_message(session, message),
+                    on_lost=lambda error: self._on_next_hop_lost(session, error),
                 )
             except PeerError as error:
                 raise PeerUnreachable(str(error), peer=ask.peer_id) from error
-            session.next_peer = ask.peer_id
+            session.next_peer_id = ask.peer_id
             attach = Attach(
-                request=session.onward.next_request(), session=ask.session, epoch=ask.epoch, secret=ask.secret
+                request=session.next_hop.next_request(), session=ask.session, epoch=ask.epoch, secret=ask.secret
             )
-            await session.onward.ask(attach, Attached, timeout=2.0)
+            await session.next_hop.ask(attach, Attached, timeout=2.0)
         stream.send(Linked(request=ask.request))
 
-    async def _drop(self, session: _Session) -> None:
+    async def _close_session(self, session: _Session) -> None:
         if self.sessions.get(session.ask.session) is session:
             del self.sessions[session.ask.session]
-        if session.lane is not None:
-            session.lane.cancel()
-        if session.onward is not None:
-            await session.onward.close()
+        if session.task is not None:
+            session.task.cancel()
+        if session.next_hop is not None:
+            await session.next_hop.close()
 
     # -- steps
 
     def _forward(self, stream: Stream, forward: Forward) -> None:
         session = self.sessions.get(forward.session)
-        if session is None or stream not in (session.opener, session.bringer):
+        if session is None or stream not in (session.opener, session.previous_hop):
             failure = error_to_failure(
                 UnknownSession("not open here"), session=forward.session, epoch=forward.epoch, step=forward.step
             )
@@ -372,7 +372,7 @@ class ScriptedPeer:
             while session.waiting and session.waiting[-1].start >= forward.start:
                 session.waiting.pop()
                 session.computed += 1
-                self.voided += 1
+                self.void_steps += 1
             session.waiting.append(forward)
             session.arrived.set()
 
@@ -382,21 +382,21 @@ class ScriptedPeer:
                 session.arrived.clear()
                 await session.arrived.wait()
             forward = session.waiting.popleft()
-            await self._thawed.wait()
+            await self._running.wait()
             received_at = time.monotonic()
             try:
                 self.on_step(len(self.steps), forward)
-                await self._thawed.wait()
+                await self._running.wait()
                 await asyncio.sleep(self.delay_s)
-                if self.stuck:
+                if self.is_stuck:
                     await asyncio.Event().wait()
                 self.steps.append(forward)
                 values = self._compute(session, forward)
             except SwarmError as error:
-                self._tell(session, error, forward.step)
+                self._send_failure(session, error, forward.step)
                 continue
             finally:
-                session.computed += not self.stuck
+                session.computed += not self.is_stuck
             trace = HopTrace(
                 peer=self.peer_id,
                 queue_s=0.0,
@@ -417,7 +417,7 @@ class ScriptedPeer:
         elif forward.hidden is None or forward.hidden.shape != (len(forward.tokens), WIDTH):
             raise BadStep("no hidden states")
         elif not np.isfinite(forward.hidden).all():
-            raise BadStep("no numbers")
+            raise BadStep("hidden states that are not numbers")
         else:
             values = [int(value) for value in forward.hidden[:, 0]]
         for layer, cached in session.caches.items():
@@ -439,31 +439,31 @@ class ScriptedPeer:
                     ids=np.array(ids, np.int32),
                     logprobs=np.array([-0.5] * len(ids), np.float32) if wanted else None,
                 )
-                session.opener.send(self.alter(output))
+                session.opener.send(self.alter_output(output))
                 return
-            hidden = self.spoil(np.tile(np.array(values, np.float32)[:, None], (1, WIDTH)))
-            if session.onward is None:
+            hidden = self.alter_hidden(np.tile(np.array(values, np.float32)[:, None], (1, WIDTH)))
+            if session.next_hop is None:
                 self.relayed += 1
-                session.opener.send(self.alter(dataclasses.replace(output, hidden=hidden)))
+                session.opener.send(self.alter_output(dataclasses.replace(output, hidden=hidden)))
             else:
-                session.onward.send(dataclasses.replace(forward, hidden=hidden, trace=trace))
+                session.next_hop.send(dataclasses.replace(forward, hidden=hidden, trace=trace))
 
-    def _tell(self, session: _Session, error: SwarmError, step: int) -> None:
+    def _send_failure(self, session: _Session, error: SwarmError, step: int) -> None:
         with contextlib.suppress(PeerError):
             session.opener.send(
                 error_to_failure(error, session=session.ask.session, epoch=session.ask.epoch, step=step)
             )
 
-    def _next_said(self, session: _Session, message: Message) -> None:
+    def _on_next_hop_message(self, session: _Session, message: Message) -> None:
         if isinstance(message, Failure):
-            self._tell(session, failure_to_error(message, session.next_peer), message.step)
+            self._send_failure(session, failure_to_error(message, session.next_peer_id), message.step)
 
-    def _next_lost(self, session: _Session, error: SwarmError) -> None:
-        self._tell(session, PeerLost(str(error), peer=session.next_peer), 0)
+    def _on_next_hop_lost(self, session: _Session, error: SwarmError) -> None:
+        self._send_failure(session, PeerLost(str(error), peer=session.next_peer_id), 0)
 
 
 class ToySwarm:
-    """Scripted peers and the board on which they announce themselves."""
+    """Scripted peers and the directory in which they are announced."""
 
     def __init__(self, manifest: Manifest | None = None) -> None:
         self.manifest = manifest or toy_manifest()
@@ -471,7 +471,7 @@ class ToySwarm:
         self.peers: dict[str, ScriptedPeer] = {}
 
     async def add(self, name: str, span: str, *, layer_time_s: float = 1e-6, attends_to: int = 0) -> ScriptedPeer:
-        """Start a peer and announce it. A larger time makes it a spare."""
+        """Start a peer and announce it. A larger `layer_time_s` makes it a spare."""
         peer = ScriptedPeer(name, LayerRange.parse(span), self.manifest)
         peer.layer_time_s = layer_time_s
         peer.attends_to = attends_to

@@ -27,7 +27,7 @@ from tests.client.world import QUICK, World, run
 
 
 def with_tokenizer(world: World, package: Path) -> dict[str, bytes]:
-    """Let the toy swarm serve a model with a real tokenizer. Returns its files by hash."""
+    """Have the toy swarm serve a model with a real tokenizer. Returns the tokenizer's files by hash."""
     entries = load_manifest(package).parts[TOKENIZER]
     parts = dict(toy_manifest().parts) | {TOKENIZER: entries}
     world.swarm = ToySwarm(dataclasses.replace(toy_manifest(), parts=parts))
@@ -43,7 +43,7 @@ def test_a_client_needs_nothing_but_an_address(smollm2_package: Path, tmp_path: 
         events: list[Event] = []
         config = dataclasses.replace(QUICK, cache_dir=tmp_path)
         address = world.swarm.peers["c"].address.place
-        for initial in ([address], address):  # a text alone is one address, not one for each of its letters
+        for initial in ([address], address):  # a string is one address, not a sequence of them
             async with await SwarmClient.connect(
                 "toy", initial_peers=initial, config=config, on_event=events.append
             ) as swarm:
@@ -51,7 +51,7 @@ def test_a_client_needs_nothing_but_an_address(smollm2_package: Path, tmp_path: 
                 reply = await collect(pieces)
                 assert list(reply.token_ids) == toy_text(swarm.encode("Two words", raw=True), 5)
                 assert reply.text == swarm.tokenizer.decode(reply.token_ids)
-            # the second time everything is here already
+            # the second client finds everything in the cache
             for peer in world.swarm.peers.values():
                 peer.files = {}
         assert [event.stage for event in events].count(Stage.TRUSTED) == 2
@@ -62,8 +62,8 @@ def test_a_client_needs_nothing_but_an_address(smollm2_package: Path, tmp_path: 
 
 
 def damage(cache: Path) -> None:
-    victim = next(cache.rglob("openvino_tokenizer.bin"))
-    victim.write_bytes(bytes(victim.stat().st_size))
+    file = next(cache.rglob("openvino_tokenizer.bin"))
+    file.write_bytes(bytes(file.stat().st_size))
 
 
 def test_a_damaged_tokenizer_in_the_cache_is_fetched_again(smollm2_package: Path, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_damaged_tokenizer_in_the_cache_is_fetched_again(smollm2_package: Path
     run(test)
 
 
-def test_who_cannot_be_found_is_named(tmp_path: Path) -> None:
+def test_the_error_names_the_model_or_peer_that_is_not_found(tmp_path: Path) -> None:
     async def test(world: World) -> None:
         await world.three()
         address = world.swarm.peers["a"].address
@@ -122,7 +122,7 @@ def test_two_packages_of_one_model_are_never_mixed(tmp_path: Path) -> None:
     run(test)
 
 
-def test_a_prompt_that_is_none_is_refused_and_ids_of_numpy_are_ids() -> None:
+def test_an_invalid_prompt_is_refused_and_ids_of_numpy_are_ids() -> None:
     async def test(world: World) -> None:
         await world.three()
         client = world.client()
@@ -136,7 +136,7 @@ def test_a_prompt_that_is_none_is_refused_and_ids_of_numpy_are_ids() -> None:
     run(test)
 
 
-def test_a_session_without_room_is_refused_and_so_is_whatever_a_closed_client_is_asked_for() -> None:
+def test_a_session_without_room_is_refused_and_a_closed_client_refuses_everything() -> None:
     async def test(world: World) -> None:
         client = world.client()
         for wrong in (0, -3, 1, 2.5):

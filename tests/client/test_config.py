@@ -35,13 +35,13 @@ def test_greedy_is_the_default() -> None:
         ({"repetition_penalty": 1.2}, False),
     ],
 )
-def test_sampling_follows_from_what_is_given(given: dict[str, Any], samples: bool) -> None:
+def test_sampling_follows_from_the_given_fields(given: dict[str, Any], samples: bool) -> None:
     config = GenerationConfig(**given)
     assert config.samples is samples
     assert config.sampling(RNG).greedy is not samples
 
 
-def test_penalties_of_the_answer_say_where_it_begins_and_others_do_not() -> None:
+def test_only_penalties_of_the_answer_need_its_start() -> None:
     config = GenerationConfig(presence_penalty=0.5, logit_bias={7: -1.0})
     assert config.sampling(RNG, answer_start=9) == Sampling(
         presence_penalty=0.5, logit_bias=((7, -1.0),), answer_start=9
@@ -51,7 +51,7 @@ def test_penalties_of_the_answer_say_where_it_begins_and_others_do_not() -> None
         GenerationConfig(logit_bias=[(7, 1.0)])  # type: ignore[arg-type]
 
 
-def test_everything_travels_to_the_last_hop() -> None:
+def test_every_parameter_reaches_the_last_hop() -> None:
     config = GenerationConfig(
         temperature=0.5, top_k=3, top_p=0.8, min_p=0.05, repetition_penalty=1.3, seed=9, logprobs=2
     )
@@ -106,17 +106,17 @@ def test_without_a_seed_each_generation_draws_its_own() -> None:
         ("logprobs", 65),
     ],
 )
-def test_a_senseless_value_is_named(name: str, value: object) -> None:
+def test_the_error_names_a_wrong_field(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name):
         GenerationConfig(**{name: value})  # type: ignore[arg-type]
 
 
-def test_a_senseless_pair_is_named() -> None:
+def test_the_error_names_a_wrong_pair() -> None:
     with pytest.raises(ConfigError, match="temperature is 0 while do_sample is True"):
         GenerationConfig(do_sample=True, temperature=0.0)
 
 
-def test_an_unknown_field_is_named_with_the_one_that_was_meant() -> None:
+def test_the_error_names_an_unknown_field_and_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="max_new_tokns: did you mean max_new_tokens"):
         GenerationConfig(max_new_tokns=5)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="no field frobnicate: there are max_new_tokens"):
@@ -149,11 +149,11 @@ def test_a_config_can_be_copied_and_changed() -> None:
         ("stall_s", "long"),
     ],
 )
-def test_a_clients_senseless_value_is_named(name: str, value: object) -> None:
+def test_the_error_names_a_wrong_field_of_a_client(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=name):
         ClientConfig(**{name: value})  # type: ignore[arg-type]
 
 
-def test_a_clients_unknown_field_is_named() -> None:
+def test_the_error_names_an_unknown_field_of_a_client() -> None:
     with pytest.raises(ConfigError, match="ClientConfig has no field timeout"):
         ClientConfig(timeout=3)  # type: ignore[call-arg]

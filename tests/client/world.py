@@ -22,7 +22,7 @@ from tests.client.scripted import CONTEXT, ToySwarm, toy_manifest
 
 T = TypeVar("T")
 
-# Short enough that a stall is found in a moment, long enough for a machine that is busy with other tests.
+# Short enough to find a stall quickly, long enough for a machine that is busy with other tests.
 QUICK = ClientConfig(
     chunk_tokens=8,
     chunks_in_flight=3,
@@ -40,11 +40,11 @@ QUICK = ClientConfig(
 
 
 class ToyTokenizer:
-    """A token is a character of `ALPHABET`; a conversation is its contents, one line each."""
+    """A token is a character of `ALPHABET`; a conversation is its contents, one after the other."""
 
     ALPHABET = "".join(chr(33 + token) for token in range(97))
     has_chat_template = True
-    tidies = False
+    cleans_up_spaces = False
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return [ord(character) % 97 for character in text]
@@ -61,13 +61,13 @@ class ToyTokenizer:
 
 
 class World:
-    """One test's swarm, and everything that uses it."""
+    """One test's swarm, its clients and their events and answers."""
 
     def __init__(self, config: ClientConfig, eos: Sequence[int]) -> None:
         self.config = config
         self.swarm = ToySwarm(toy_manifest(eos=eos))
         self.events: list[Event] = []
-        self._spoke = asyncio.Event()
+        self._event_arrived = asyncio.Event()
         self.answers: list[Answer] = []
         self.connections = ConnectionPool(
             hello=client_hello(self.swarm.manifest.digest), config=config, clock=time.monotonic
@@ -83,7 +83,7 @@ class World:
         )
 
     async def three(self) -> None:
-        """A route of three, and a slower spare for the middle."""
+        """Start a route of three peers, and a slower spare for the middle one."""
         await self.swarm.add("a", "0:2")
         await self.swarm.add("b", "2:4")
         await self.swarm.add("c", "4:6")
@@ -97,7 +97,7 @@ class World:
             config=self.config,
             max_tokens=max_tokens,
             clock=time.monotonic,
-            on_event=self.hear,
+            on_event=self.on_event,
         )
         pipeline.on_answer = self.answers.append
         return pipeline
@@ -111,7 +111,7 @@ class World:
             connections=self.connections,
             planner=self.planner,
             config=self.config,
-            on_event=self.hear,
+            on_event=self.on_event,
             clock=time.monotonic,
             rng=random.Random(1),
             resources=resources,
@@ -127,21 +127,21 @@ class World:
             known.append(int(answer.output.ids[-1]))
         return known[len(prompt) :]
 
-    async def until_said(self, stage: str) -> None:
-        while not self.said(stage):
-            await self._spoke.wait()
-            self._spoke.clear()
+    async def until_event(self, stage: str) -> None:
+        while not self.event_texts(stage):
+            await self._event_arrived.wait()
+            self._event_arrived.clear()
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         self.events.append(event)
-        self._spoke.set()
+        self._event_arrived.set()
 
-    def said(self, stage: str) -> list[str]:
+    def event_texts(self, stage: str) -> list[str]:
         return [event.text for event in self.events if event.stage == stage]
 
 
 def run(test: Callable[[World], Awaitable[T]], *, config: ClientConfig = QUICK, eos: Sequence[int] = ()) -> T:
-    """Run `test` in a world of its own, and take everything down after it."""
+    """Run `test` in a new world, and close everything afterwards."""
 
     async def main() -> T:
         async with asyncio.timeout(60), AsyncExitStack() as stack:

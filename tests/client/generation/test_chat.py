@@ -26,7 +26,7 @@ def test_a_turn_sends_only_what_is_new() -> None:
             second = await chat.send("Again")
             asked = client.encode([*before, {"role": "user", "content": "Again"}])
             assert list(second.token_ids) == toy_text(asked, 6)
-            # the last token of an answer is not computed before the next turn
+            # the last token of an answer is computed only in the next turn
             assert second.metrics.reused_tokens == first.metrics.prompt_tokens + 5
             assert sum(len(f.tokens) for f in world.swarm.peers["c"].steps) == len(asked) + 5
             assert [m["role"] for m in chat.messages] == ["user", "assistant", "user", "assistant"]
@@ -49,7 +49,7 @@ def test_reset_forgets_the_conversation_but_not_the_system_prompt() -> None:
     run(test)
 
 
-def test_a_message_that_comes_too_early_leaves_the_answer_before_it_alone() -> None:
+def test_a_message_during_an_answer_does_not_disturb_the_answer() -> None:
     async def test(world: World) -> None:
         await world.three()
         client = world.client()
@@ -60,12 +60,12 @@ def test_a_message_that_comes_too_early_leaves_the_answer_before_it_alone() -> N
                 await chat.send("Wait")
             reply = await first
             assert list(reply.token_ids) == toy_text(client.encode([{"role": "user", "content": "Hello"}]), 6)
-            assert len(reply.metrics.overheads_s) == 5  # it heard of all its steps
+            assert len(reply.metrics.overheads_s) == 5  # one for each step after the first
 
     run(test)
 
 
-def test_a_conversation_survives_a_peer_between_two_turns() -> None:
+def test_a_conversation_survives_the_loss_of_a_peer_between_two_turns() -> None:
     async def test(world: World) -> None:
         await world.three()
         client = world.client()
@@ -80,7 +80,7 @@ def test_a_conversation_survives_a_peer_between_two_turns() -> None:
     run(test)
 
 
-def test_an_answer_that_is_broken_off_stays_as_far_as_it_came() -> None:
+def test_a_broken_off_answer_stays_as_far_as_it_came() -> None:
     async def test(world: World) -> None:
         await world.three()
         async with world.client().session(SHORT) as chat:
@@ -95,14 +95,14 @@ def test_an_answer_that_is_broken_off_stays_as_far_as_it_came() -> None:
     run(test)
 
 
-def test_the_next_message_breaks_off_an_answer_whose_reader_has_left_it() -> None:
-    """`break` closes a generator only when the loop comes to it: the next message may be there before."""
+def test_the_next_message_breaks_off_an_answer_whose_reader_has_left() -> None:
+    """Python closes a generator only some time after `break`: the next message may come earlier."""
 
     async def test(world: World) -> None:
         await world.three()
         async with world.client().session(SHORT) as chat:
-            left = chat.stream("Hello")
-            text = (await anext(left)).text
+            abandoned = chat.stream("Hello")
+            text = (await anext(abandoned)).text
             asked = world.client().encode(
                 [
                     {"role": "user", "content": "Hello"},
@@ -113,14 +113,14 @@ def test_the_next_message_breaks_off_an_answer_whose_reader_has_left_it() -> Non
             assert list((await chat.send("Go on")).token_ids) == toy_text(asked, 6)
             conversation = chat.messages
             with pytest.raises(LocalProtocolError, match="broken off"):
-                await anext(left)
+                await anext(abandoned)
             assert chat.messages == conversation
             assert [message["role"] for message in conversation] == ["user", "assistant", "user", "assistant"]
 
     run(test)
 
 
-def test_a_message_while_an_answer_is_waited_for_is_refused_and_the_answer_comes() -> None:
+def test_a_message_while_a_reader_waits_is_refused_and_the_answer_comes() -> None:
     async def test(world: World) -> None:
         await world.three()
         async with world.client().session(SHORT) as chat:
@@ -136,7 +136,7 @@ def test_a_message_while_an_answer_is_waited_for_is_refused_and_the_answer_comes
     run(test)
 
 
-def test_what_was_under_way_at_a_reset_is_forgotten_too() -> None:
+def test_a_reset_forgets_the_answer_under_way_too() -> None:
     async def test(world: World) -> None:
         await world.three()
         async with world.client().session(SHORT) as chat:

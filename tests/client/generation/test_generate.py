@@ -56,7 +56,7 @@ def end_of(world_eos: list[int], config: GenerationConfig) -> tuple[list[int], s
     return run(test, eos=world_eos)
 
 
-def test_an_end_of_text_id_ends_the_answer_and_is_no_text() -> None:
+def test_an_end_of_text_id_ends_the_answer_and_is_not_in_its_text() -> None:
     ids = toy_text([0, 1], 20)
     place = next(i for i in range(3, 20) if ids[i] not in ids[:i])
     whole = ids[: place + 1]
@@ -80,7 +80,7 @@ def test_the_end_of_the_context_keeps_the_text() -> None:
         await world.three()
         prompt = "a" * (CONTEXT - 3)
         reply = await collect(world.client().generate(prompt, GenerationConfig(max_new_tokens=50), raw=True))
-        # the last token needs no position of its own
+        # the last token needs no position
         assert list(reply.token_ids) == toy_text([0] * (CONTEXT - 3), 4)
         assert reply.finish_reason is FinishReason.CONTEXT
 
@@ -120,7 +120,7 @@ def test_an_empty_prompt_and_an_impossible_stop_are_refused() -> None:
     run(test)
 
 
-def test_the_same_seed_gives_the_same_text_and_none_varies() -> None:
+def test_the_same_seed_gives_the_same_text_and_no_seed_varies() -> None:
     async def test(world: World) -> None:
         await world.three()
         client = world.client()
@@ -144,24 +144,24 @@ def test_log_probabilities_come_with_their_tokens() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("way", ["break", "aclose", "cancel", "error"])
-def test_leaving_early_gives_everything_back(way: str) -> None:
+@pytest.mark.parametrize("how", ["break", "aclose", "cancel", "error"])
+def test_leaving_early_closes_all_sessions(how: str) -> None:
     async def test(world: World) -> None:
         await world.three()
         client = world.client()
 
         async def read() -> None:
             async for _ in client.generate("ab", GenerationConfig(max_new_tokens=300)):
-                if way == "break":
+                if how == "break":
                     break
-                if way == "error":
+                if how == "error":
                     raise OSError("the reader's disk is full")
-                if way == "cancel":
+                if how == "cancel":
                     task = asyncio.current_task()
                     assert task is not None
                     task.cancel()
 
-        if way == "aclose":
+        if how == "aclose":
             async with aclosing(client.generate("ab")) as pieces:
                 await anext(pieces)
         else:
@@ -173,7 +173,7 @@ def test_leaving_early_gives_everything_back(way: str) -> None:
 
 
 @pytest.mark.parametrize("turns", range(0, 100, 7))
-def test_clients_that_end_at_any_moment_leave_nothing_behind(turns: int) -> None:
+def test_a_client_that_ends_at_any_moment_leaves_no_session(turns: int) -> None:
     async def test(world: World) -> None:
         await world.three()
         client = world.client()
@@ -189,7 +189,7 @@ def test_clients_that_end_at_any_moment_leave_nothing_behind(turns: int) -> None
     run(test)
 
 
-def test_what_nobody_serves_is_named_and_nothing_was_said() -> None:
+def test_the_error_names_the_layers_that_no_peer_serves() -> None:
     async def test(world: World) -> None:
         await world.swarm.add("a", "0:2")
         await world.swarm.add("c", "4:6")
@@ -229,10 +229,10 @@ def test_a_repair_is_counted() -> None:
     run(test)
 
 
-# -- peers that do not attend to everything
+# -- peers that attend to a part of the text
 
 
-def test_a_prompt_goes_by_peers_that_attend_to_all_of_it() -> None:
+def test_a_prompt_is_sent_to_peers_that_attend_to_all_of_it() -> None:
     async def test(world: World) -> None:
         await world.swarm.add("narrow", "0:3", attends_to=10)
         await world.swarm.add("wide", "0:3", layer_time_s=0.01)
@@ -240,24 +240,24 @@ def test_a_prompt_goes_by_peers_that_attend_to_all_of_it() -> None:
         for count, first in ((9, "narrow"), (11, "wide")):
             reply = await collect(world.client().generate("a" * count, GenerationConfig(max_new_tokens=9), raw=True))
             assert list(reply.token_ids) == toy_text([0] * count, 9)
-            assert world.said("connected")[-1].startswith(first)
+            assert world.event_texts("connected")[-1].startswith(first)
 
     run(test)
 
 
-def test_a_prompt_that_nobody_attends_to_is_refused_at_once_and_not_sent() -> None:
+def test_a_prompt_that_no_peer_attends_to_is_refused_at_once_and_not_sent() -> None:
     async def test(world: World) -> None:
         await world.swarm.add("narrow", "0:3", attends_to=10)
         await world.swarm.add("rest", "3:6", attends_to=20)
         with pytest.raises(ContextExceeded, match="the prompt has 30 tokens and peer narrow attends to 10: shorten"):
             await collect(world.client().generate("a" * 30, GenerationConfig(max_new_tokens=9), raw=True))
-        assert world.said("connected") == world.said("waiting") == []
+        assert world.event_texts("connected") == world.event_texts("waiting") == []
 
     run(test)
 
 
 def test_a_text_and_a_conversation_may_outgrow_what_a_peer_attends_to() -> None:
-    """A turn has to fit by itself; what was read before, even by another peer, does not count."""
+    """Only the new tokens of a turn must fit. Tokens that were computed before, even by another peer, do not count."""
 
     async def test(world: World) -> None:
         narrow = await world.swarm.add("narrow", "0:6", attends_to=30)

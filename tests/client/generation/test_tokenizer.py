@@ -23,17 +23,17 @@ def tokenizer(smollm2_package: Path) -> Tokenizer:
 
 
 def streamed(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    detokenizer = Detokenizer(tokenizer.decode, tidies=tokenizer.tidies)
+    detokenizer = Detokenizer(tokenizer.decode, cleans_up_spaces=tokenizer.cleans_up_spaces)
     return [*(detokenizer.add(token) for token in ids), detokenizer.finish()]
 
 
-def test_a_text_comes_back_and_no_piece_is_broken(tokenizer: Tokenizer) -> None:
+def test_decoding_returns_the_text_and_no_piece_is_broken(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(TEXT)
     pieces = streamed(tokenizer, ids)
     assert "".join(pieces) == tokenizer.decode(ids) == TEXT
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
     assert sum(1 for piece in pieces if piece) > 10
-    assert not tokenizer.tidies
+    assert not tokenizer.cleans_up_spaces
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -42,7 +42,7 @@ def test_the_pieces_of_any_tokens_joined_equal_the_full_decode(tokenizer: Tokeni
     assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-def test_a_conversation_ends_where_the_assistant_begins(tokenizer: Tokenizer) -> None:
+def test_the_ids_of_a_conversation_end_where_the_assistant_begins(tokenizer: Tokenizer) -> None:
     ids = tokenizer.chat([{"role": "user", "content": "Hello"}])
     assert ids[0] == 1
     assert tokenizer.decode(ids).endswith("user\nHello\nassistant\n")
@@ -70,7 +70,7 @@ def test_a_malformed_message_is_named(tokenizer: Tokenizer, messages: list[dict[
         tokenizer.chat(messages)
 
 
-def test_a_prompt_is_never_cut_in_silence(tokenizer: Tokenizer) -> None:
+def test_a_prompt_is_never_truncated_silently(tokenizer: Tokenizer) -> None:
     assert len(tokenizer.encode("word " * 5000)) > 5000
     with pytest.raises(ContextExceeded, match="8192"):
         tokenizer.encode("word " * 9000)

@@ -37,12 +37,12 @@ COUNT = 12
 
 
 def at_step(number: int, act: Callable[[], object]) -> Callable[[int, Forward], None]:
-    """Act once, when the step of this number is to be computed."""
-    todo = [act]
+    """Call `act` once, before the step of this number is computed."""
+    pending = [act]
 
     def on_step(count: int, forward: Forward) -> None:
-        if count >= number and todo:
-            todo.pop()()
+        if count >= number and pending:
+            pending.pop()()
 
     return on_step
 
@@ -67,7 +67,7 @@ def test_a_text_over_three_peers_is_the_models_text(prompt: list[int]) -> None:
     run(test)
 
 
-def test_a_prompt_goes_out_in_chunks_of_which_several_are_in_flight(prompt: list[int]) -> None:
+def test_a_prompt_is_sent_in_chunks_and_several_are_in_flight(prompt: list[int]) -> None:
     async def test(world: World) -> None:
         await world.three()
         pipeline = world.pipeline()
@@ -77,24 +77,24 @@ def test_a_prompt_goes_out_in_chunks_of_which_several_are_in_flight(prompt: list
         assert starts == [0, 8, 16, 24, 32, 40]
         assert rows == [0, 0, 0, 0, 0, 1]
         sent = [answer.sent_at for answer in world.answers]
-        assert sent[2] <= world.answers[0].received_at  # the third left before the first was answered
+        assert sent[2] <= world.answers[0].received_at  # the third was sent before the first was answered
         assert [event.done for event in world.events if event.stage is Stage.PREFILL] == [8, 16, 24, 32, 40]
         await pipeline.close()
 
     run(test)
 
 
-def test_only_what_is_new_is_sent(prompt: list[int]) -> None:
+def test_only_tokens_that_are_not_computed_are_sent(prompt: list[int]) -> None:
     async def test(world: World) -> None:
         await world.three()
         pipeline = world.pipeline()
-        said = await world.write(pipeline, prompt, 3)
+        written = await world.write(pipeline, prompt, 3)
         before = len(world.answers)
-        longer = [*prompt, *said, 1, 2, 3]
+        longer = [*prompt, *written, 1, 2, 3]
         await pipeline.advance(longer, Sampling())
-        assert world.answers[before].forward.start == len(prompt) + 2  # the last token of before was not computed yet
+        assert world.answers[before].forward.start == len(prompt) + 2  # the last token was not computed yet
         await pipeline.advance(longer[:20], Sampling())
-        assert world.answers[-1].forward.start == 19  # all known: one position again, for its answer
+        assert world.answers[-1].forward.start == 19  # all are cached: the last position again, for its answer
         changed = [*prompt[:30], 9, 9]  # 20 are cached now
         answer = await pipeline.advance(changed, Sampling())
         assert [a.forward.start for a in world.answers[-2:]] == [20, 28]
@@ -122,7 +122,7 @@ def test_a_step_that_was_sent_ahead_is_not_sent_again(prompt: list[int]) -> None
 
 
 @pytest.mark.parametrize("fault", [None, "cut"])
-def test_a_step_that_was_sent_ahead_in_vain_changes_nothing(prompt: list[int], fault: str | None) -> None:
+def test_a_step_that_was_sent_ahead_for_another_token_changes_nothing(prompt: list[int], fault: str | None) -> None:
     async def test(world: World) -> None:
         await world.three()
         pipeline = world.pipeline()
@@ -144,17 +144,19 @@ FAULTS: dict[str, Callable[[ScriptedPeer], Callable[[], object]]] = {
     "the connections break": lambda peer: peer.cut,
     "it fails": lambda peer: failing(PeerFailed("the device is gone")),
     "it forgets the session": lambda peer: failing(UnknownSession("expired")),
-    "it says that it leaves": lambda peer: failing(PeerLeaving("gone in a moment")),
+    "it announces that it leaves": lambda peer: failing(PeerLeaving("gone in a moment")),
     "the process is stopped": lambda peer: peer.freeze,
     "it computes nothing any more": lambda peer: peer.get_stuck,
 }
-# a stall takes its deadline to be found: a few of them are enough
+# a stall is found only after a deadline, so there are few of these cases
 CASES = [(place, step, fault) for fault in list(FAULTS)[:5] for step in (0, 2, 5, 9) for place in "abc"]
 CASES += [(place, step, fault) for fault in list(FAULTS)[5:] for place, step in (("a", 0), ("b", 4), ("c", 9))]
 
 
 @pytest.mark.parametrize(("place", "step", "fault"), CASES)
-def test_no_token_is_lost_and_none_comes_twice(prompt: list[int], place: str, step: int, fault: str) -> None:
+def test_a_failed_hop_is_replaced_and_no_token_is_lost_or_repeated(
+    prompt: list[int], place: str, step: int, fault: str
+) -> None:
     async def test(world: World) -> None:
         await world.three()
         await world.swarm.add("a2", "0:2", layer_time_s=0.01)
@@ -172,7 +174,7 @@ def test_no_token_is_lost_and_none_comes_twice(prompt: list[int], place: str, st
     run(test)
 
 
-def test_sampled_text_survives_a_repair_too(prompt: list[int]) -> None:
+def test_a_repair_does_not_change_a_sampled_text(prompt: list[int]) -> None:
     sampling = Sampling(temperature=0.8, seed=5)
 
     async def test(world: World) -> None:
@@ -186,7 +188,7 @@ def test_sampled_text_survives_a_repair_too(prompt: list[int]) -> None:
     run(test)
 
 
-def test_peers_that_fail_one_after_the_other_are_all_survived(prompt: list[int]) -> None:
+def test_peers_that_fail_one_after_the_other_are_all_replaced(prompt: list[int]) -> None:
     async def test(world: World) -> None:
         await world.three()
         for place, step in (("a", 3), ("b", 8), ("c", 14)):
@@ -208,11 +210,11 @@ def test_a_failure_while_repairing_is_repaired(prompt: list[int]) -> None:
         peer, spare = world.swarm.peers["b"], world.swarm.peers["spare"]
         peer.on_step = at_step(4, peer.die)
 
-        def dies(ask: OpenSession) -> None:
+        def die(ask: OpenSession) -> None:
             spare.die()
             raise PeerFailed("no more")
 
-        spare.on_open = dies
+        spare.on_open = die
         pipeline = world.pipeline()
         assert await world.write(pipeline, prompt, COUNT) == toy_text(prompt, COUNT)
         assert "third" in pipeline.describe_route()
@@ -221,7 +223,7 @@ def test_a_failure_while_repairing_is_repaired(prompt: list[int]) -> None:
     run(test)
 
 
-def test_without_a_spare_the_uncovered_layers_are_named(prompt: list[int]) -> None:
+def test_without_a_spare_the_error_names_the_uncovered_layers(prompt: list[int]) -> None:
     async def test(world: World) -> None:
         for name, span in (("a", "0:2"), ("b", "2:4"), ("c", "4:6")):
             await world.swarm.add(name, span)
@@ -231,33 +233,33 @@ def test_without_a_spare_the_uncovered_layers_are_named(prompt: list[int]) -> No
         with pytest.raises(NotCovered, match="2:4") as caught:
             await world.write(pipeline, prompt, COUNT)
         assert caught.value.missing == ((2, 4),)
-        assert world.said(Stage.WAITING)
+        assert world.event_texts(Stage.WAITING)
         await pipeline.close()
         assert not peer.sessions
 
     run(test)
 
 
-@pytest.mark.parametrize("lives_on", [False, True])
-def test_no_route_leads_to_a_process_that_ended_between_two_tokens(prompt: list[int], lives_on: bool) -> None:
-    """Its record outlives it, and so does what was measured of the way to it; another process may answer there."""
+@pytest.mark.parametrize("restarts", [False, True])
+def test_no_route_uses_a_process_that_ended_between_two_tokens(prompt: list[int], restarts: bool) -> None:
+    """Its record and the measured link to it are still known; another process may answer at its address."""
 
     async def test(world: World) -> None:
         await world.three()
         pipeline = world.pipeline()
-        said = await world.write(pipeline, prompt, 4)
+        written = await world.write(pipeline, prompt, 4)
         ended = world.swarm.peers["b"]
-        if lives_on:
+        if restarts:
             ended.incarnation += 1
             ended.cut()
         else:
             ended.die()
-        await until(lambda: not pipeline.is_whole)
-        said += await world.write(pipeline, [*prompt, *said], 4)
-        assert said == toy_text(prompt, 8)
+        await until(lambda: not pipeline.is_healthy)
+        written += await world.write(pipeline, [*prompt, *written], 4)
+        assert written == toy_text(prompt, 8)
         assert "spare" in pipeline.describe_route()
-        assert len(world.said(Stage.CONNECTED)) == 2
-        assert not world.said(Stage.REPAIRING)
+        assert len(world.event_texts(Stage.CONNECTED)) == 2
+        assert not world.event_texts(Stage.REPAIRING)
         await pipeline.close()
 
     run(test)
@@ -269,7 +271,7 @@ def test_a_peer_that_joins_meanwhile_is_waited_for(prompt: list[int]) -> None:
         await world.swarm.add("c", "4:6")
         pipeline = world.pipeline()
         writing = asyncio.create_task(world.write(pipeline, prompt, COUNT))
-        await world.until_said(Stage.WAITING)
+        await world.until_event(Stage.WAITING)
         await world.swarm.add("b", "2:4")
         assert await writing == toy_text(prompt, COUNT)
         await pipeline.close()
@@ -277,7 +279,7 @@ def test_a_peer_that_joins_meanwhile_is_waited_for(prompt: list[int]) -> None:
     run(test, config=dataclasses.replace(QUICK, wait_for_peers_s=30.0))
 
 
-def test_peers_that_cannot_reach_each_other_are_relayed_between(prompt: list[int]) -> None:
+def test_the_client_relays_between_peers_that_cannot_reach_each_other(prompt: list[int]) -> None:
     async def test(world: World) -> None:
         await world.three()
         a, b, c = (world.swarm.peers[name] for name in "abc")
@@ -293,8 +295,8 @@ def test_peers_that_cannot_reach_each_other_are_relayed_between(prompt: list[int
     run(test)
 
 
-def test_a_way_between_two_peers_that_breaks_blames_neither(prompt: list[int]) -> None:
-    """Hop a loses its connection to b, which answers the client all the while."""
+def test_a_broken_link_between_two_peers_bans_neither(prompt: list[int]) -> None:
+    """Hop a loses its connection to b, which still answers the client."""
 
     async def test(world: World) -> None:
         await world.swarm.add("a", "0:2")
@@ -304,8 +306,8 @@ def test_a_way_between_two_peers_that_breaks_blames_neither(prompt: list[int]) -
 
         def cut_between() -> None:
             for session in b.sessions.values():
-                assert session.bringer is not None
-                session.bringer.abort(PeerLost("cut"))
+                assert session.previous_hop is not None
+                session.previous_hop.abort(PeerLost("cut"))
             a.unreachable = {b.peer_id}
 
         b.on_step = at_step(9, cut_between)
@@ -317,7 +319,7 @@ def test_a_way_between_two_peers_that_breaks_blames_neither(prompt: list[int]) -
     run(test)
 
 
-def test_a_busy_peer_is_passed_over_without_a_ban(prompt: list[int]) -> None:
+def test_a_busy_peer_is_replaced(prompt: list[int]) -> None:
     async def test(world: World) -> None:
         await world.three()
 
@@ -333,7 +335,7 @@ def test_a_busy_peer_is_passed_over_without_a_ban(prompt: list[int]) -> None:
     run(test)
 
 
-def test_room_that_is_promised_is_waited_for(prompt: list[int]) -> None:
+def test_a_busy_peer_without_a_spare_is_waited_for(prompt: list[int]) -> None:
     async def test(world: World) -> None:
         for name, span in (("a", "0:2"), ("b", "2:4"), ("c", "4:6")):
             await world.swarm.add(name, span)
@@ -346,13 +348,13 @@ def test_room_that_is_promised_is_waited_for(prompt: list[int]) -> None:
         world.swarm.peers["b"].on_open = refuse
         pipeline = world.pipeline()
         assert await world.write(pipeline, prompt, COUNT) == toy_text(prompt, COUNT)
-        assert world.said(Stage.WAITING)
+        assert world.event_texts(Stage.WAITING)
         await pipeline.close()
 
     run(test)
 
 
-def test_busy_for_too_long_says_busy(prompt: list[int]) -> None:
+def test_a_peer_that_stays_busy_too_long_surfaces_as_busy(prompt: list[int]) -> None:
     async def test(world: World) -> None:
         for name, span in (("a", "0:2"), ("b", "2:4"), ("c", "4:6")):
             await world.swarm.add(name, span)
@@ -370,42 +372,42 @@ def test_busy_for_too_long_says_busy(prompt: list[int]) -> None:
     run(test, config=dataclasses.replace(QUICK, repair_timeout_s=1.0))
 
 
-def test_a_leaving_peer_is_left_between_two_tokens(prompt: list[int]) -> None:
+def test_a_leaving_peer_is_replaced_between_two_tokens(prompt: list[int]) -> None:
     async def test(world: World) -> None:
         await world.three()
         pipeline = world.pipeline()
-        said = await world.write(pipeline, prompt, 4)
+        written = await world.write(pipeline, prompt, 4)
         await world.swarm.peers["b"].leave()
-        await until(lambda: not pipeline.is_whole)
-        said += await world.write(pipeline, [*prompt, *said], 4)
-        assert said == toy_text(prompt, 8)
+        await until(lambda: not pipeline.is_healthy)
+        written += await world.write(pipeline, [*prompt, *written], 4)
+        assert written == toy_text(prompt, 8)
         assert "spare" in pipeline.describe_route()
-        assert not world.said(Stage.REPAIRING)
+        assert not world.event_texts(Stage.REPAIRING)
         assert not world.swarm.peers["b"].sessions
         await pipeline.close()
 
     run(test)
 
 
-def test_a_leaving_peer_without_a_successor_is_used_while_it_lasts(prompt: list[int]) -> None:
+def test_a_leaving_peer_without_a_spare_is_used_until_it_is_gone(prompt: list[int]) -> None:
     async def test(world: World) -> None:
         for name, span in (("a", "0:2"), ("b", "2:4"), ("c", "4:6")):
             await world.swarm.add(name, span)
         pipeline = world.pipeline()
-        said = await world.write(pipeline, prompt, 4)
+        written = await world.write(pipeline, prompt, 4)
         await world.swarm.peers["b"].leave()
         await asyncio.sleep(0.05)
-        said += await world.write(pipeline, [*prompt, *said], 4)
-        assert said == toy_text(prompt, 8)
+        written += await world.write(pipeline, [*prompt, *written], 4)
+        assert written == toy_text(prompt, 8)
         await pipeline.close()
 
     run(test)
 
 
-def test_a_restarted_peer_is_not_taken_for_its_old_self(prompt: list[int]) -> None:
+def test_a_record_of_an_earlier_process_is_not_used(prompt: list[int]) -> None:
     async def test(world: World) -> None:
         await world.three()
-        world.swarm.peers["b"].incarnation = 2  # its record on the board is still of the first
+        world.swarm.peers["b"].incarnation = 2  # the published record is that of the first process
         pipeline = world.pipeline()
         assert await world.write(pipeline, prompt, COUNT) == toy_text(prompt, COUNT)
         assert "spare" in pipeline.describe_route()
@@ -415,7 +417,7 @@ def test_a_restarted_peer_is_not_taken_for_its_old_self(prompt: list[int]) -> No
     run(test)
 
 
-def test_another_key_at_the_address_is_not_believed(prompt: list[int]) -> None:
+def test_a_peer_with_another_key_at_the_address_is_not_used(prompt: list[int]) -> None:
     async def test(world: World) -> None:
         await world.three()
         b, other = world.swarm.peers["b"], world.swarm.peers["spare"]
@@ -429,23 +431,23 @@ def test_another_key_at_the_address_is_not_believed(prompt: list[int]) -> None:
     run(test)
 
 
-NONSENSE: dict[str, Callable[[Output], Output]] = {
+INVALID_OUTPUTS: dict[str, Callable[[Output], Output]] = {
     "a token beyond the vocabulary": lambda o: dataclasses.replace(o, ids=o.ids + 97),
     "a token below zero": lambda o: dataclasses.replace(o, ids=o.ids - 98),
     "too many tokens": lambda o: dataclasses.replace(o, ids=np.zeros(3, np.int32)),
     "an answer to a later step": lambda o: dataclasses.replace(o, step=o.step + 1),
-    "log-probabilities that nobody asked for": lambda o: dataclasses.replace(
+    "log-probabilities that were not asked for": lambda o: dataclasses.replace(
         o, logprobs=np.zeros(len(o.ids), np.float32)
     ),
 }
 
 
-@pytest.mark.parametrize("what", NONSENSE)
-def test_a_peer_that_answers_nonsense_is_replaced(prompt: list[int], what: str) -> None:
+@pytest.mark.parametrize("what", INVALID_OUTPUTS)
+def test_a_peer_that_sends_an_invalid_output_is_replaced(prompt: list[int], what: str) -> None:
     async def test(world: World) -> None:
         await world.three()
         await world.swarm.add("c2", "4:6", layer_time_s=0.01)
-        world.swarm.peers["c"].alter = NONSENSE[what]
+        world.swarm.peers["c"].alter_output = INVALID_OUTPUTS[what]
         pipeline = world.pipeline()
         assert await world.write(pipeline, prompt, COUNT) == toy_text(prompt, COUNT)
         assert "c2" in pipeline.describe_route()
@@ -454,12 +456,12 @@ def test_a_peer_that_answers_nonsense_is_replaced(prompt: list[int], what: str) 
     run(test)
 
 
-def test_hidden_states_of_the_wrong_shape_blame_their_sender(prompt: list[int]) -> None:
+def test_the_sender_of_relayed_hidden_states_of_a_wrong_shape_is_replaced(prompt: list[int]) -> None:
     async def test(world: World) -> None:
         await world.three()
         b, c = world.swarm.peers["b"], world.swarm.peers["c"]
         b.unreachable = {c.peer_id}
-        b.alter = lambda o: dataclasses.replace(o, hidden=np.zeros((1, 3), np.float32))
+        b.alter_output = lambda o: dataclasses.replace(o, hidden=np.zeros((1, 3), np.float32))
         pipeline = world.pipeline()
         assert await world.write(pipeline, prompt, COUNT) == toy_text(prompt, COUNT)
         assert "spare" in pipeline.describe_route()
@@ -468,30 +470,28 @@ def test_hidden_states_of_the_wrong_shape_blame_their_sender(prompt: list[int]) 
     run(test)
 
 
-SPOILT: dict[str, Callable[[Hidden], Hidden]] = {
+INVALID_HIDDEN: dict[str, Callable[[Hidden], Hidden]] = {
     "of another width": lambda hidden: hidden[:, :3],
-    "that are no numbers": lambda hidden: hidden * np.float32(np.nan),
+    "that are not numbers": lambda hidden: hidden * np.float32(np.nan),
 }
 
 
-@pytest.mark.parametrize("what", SPOILT)
-def test_hidden_states_that_the_next_hop_refuses_blame_their_sender_and_not_who_refuses(
-    prompt: list[int], what: str
-) -> None:
-    """Which of the two it is shows when they come by way of the client."""
+@pytest.mark.parametrize("what", INVALID_HIDDEN)
+def test_if_a_hop_refuses_hidden_states_their_sender_is_replaced(prompt: list[int], what: str) -> None:
+    """Which of the two is at fault shows when the client relays between them."""
 
     async def test(world: World) -> None:
         await world.three()
         b = world.swarm.peers["b"]
 
-        def spoil() -> None:
-            b.spoil = SPOILT[what]
+        def start_altering() -> None:
+            b.alter_hidden = INVALID_HIDDEN[what]
 
-        b.on_step = at_step(7, spoil)
+        b.on_step = at_step(7, start_altering)
         pipeline = world.pipeline()
         assert await world.write(pipeline, prompt, COUNT) == toy_text(prompt, COUNT)
         assert pipeline.describe_route() == "a 0:2 → spare 2:4 → c 4:6"
-        refused, found = world.said("repairing")
+        refused, found = world.event_texts("repairing")
         assert "peer c refuses what peer b sends" in refused
         assert "peer b sent hidden states" in found
         await pipeline.close()
@@ -500,7 +500,9 @@ def test_hidden_states_that_the_next_hop_refuses_blame_their_sender_and_not_who_
 
 
 @pytest.mark.parametrize(("name", "error"), [("a", BadStep("this step is wrong")), ("b", ContextExceeded("too long"))])
-def test_what_is_no_peers_fault_surfaces_and_nobody_is_banned(prompt: list[int], name: str, error: SwarmError) -> None:
+def test_an_error_that_is_no_peers_fault_surfaces_and_bans_no_peer(
+    prompt: list[int], name: str, error: SwarmError
+) -> None:
     async def test(world: World) -> None:
         await world.three()
         peer = world.swarm.peers[name]
@@ -517,7 +519,7 @@ def test_what_is_no_peers_fault_surfaces_and_nobody_is_banned(prompt: list[int],
     run(test)
 
 
-def test_a_local_bug_surfaces_and_nobody_is_banned(prompt: list[int]) -> None:
+def test_a_local_bug_surfaces_and_bans_no_peer(prompt: list[int]) -> None:
     async def test(world: World) -> None:
         await world.three()
         pipeline = world.pipeline()
@@ -558,7 +560,7 @@ def test_a_cancelled_step_leaves_the_session_usable(prompt: list[int], step: int
 
 
 @pytest.mark.parametrize("turns", range(0, 60, 3))
-def test_cancelled_at_any_moment_nothing_stays_open(prompt: list[int], turns: int) -> None:
+def test_a_cancellation_at_any_moment_leaves_no_session_open(prompt: list[int], turns: int) -> None:
     async def test(world: World) -> None:
         await world.three()
         pipeline = world.pipeline()
@@ -591,7 +593,7 @@ def test_sessions_do_not_disturb_each_other(prompt: list[int]) -> None:
     run(test)
 
 
-def test_a_text_that_outgrew_its_next_peer_is_read_in_steps_that_it_takes(prompt: list[int]) -> None:
+def test_a_text_longer_than_the_new_peer_attends_to_is_sent_in_small_steps(prompt: list[int]) -> None:
     async def test(world: World) -> None:
         first = await world.swarm.add("first", "0:6")
         next_ = await world.swarm.add("next", "0:6", layer_time_s=0.01, attends_to=5)
@@ -605,7 +607,7 @@ def test_a_text_that_outgrew_its_next_peer_is_read_in_steps_that_it_takes(prompt
 
 
 @pytest.mark.parametrize(("attends_to", "furthest"), [(0, (60, 60)), (20, (24, 44)), (60, (60, 60))])
-def test_guesses_are_bounded_where_a_hop_of_the_route_slides(attends_to: int, furthest: tuple[int, int]) -> None:
+def test_guesses_are_bounded_if_a_hop_has_a_sliding_cache(attends_to: int, furthest: tuple[int, int]) -> None:
     async def test(world: World) -> None:
         await world.swarm.add("a", "0:6", attends_to=attends_to)
         world.swarm.manifest.__dict__["static"] = StaticSpec(context=20, chunk=8, sinks=2, rewind=4)
@@ -636,7 +638,7 @@ def test_a_session_answers_one_question_at_a_time(prompt: list[int]) -> None:
 
 
 @pytest.mark.parametrize("turns", range(0, 80, 8))
-def test_a_session_that_is_closed_under_a_step_says_so(prompt: list[int], turns: int) -> None:
+def test_closing_a_session_during_a_step_raises_in_the_step(prompt: list[int], turns: int) -> None:
     async def test(world: World) -> None:
         await world.three()
         pipeline = world.pipeline()
@@ -652,7 +654,7 @@ def test_a_session_that_is_closed_under_a_step_says_so(prompt: list[int], turns:
 
 
 @pytest.mark.parametrize("turns", range(0, 60, 3))
-def test_a_session_that_is_closed_while_it_answers_says_so_at_once(prompt: list[int], turns: int) -> None:
+def test_closing_a_session_while_it_answers_raises_at_once(prompt: list[int], turns: int) -> None:
     async def test(world: World) -> None:
         await world.three()
         pipeline = world.pipeline()
@@ -663,12 +665,12 @@ def test_a_session_that_is_closed_while_it_answers_says_so_at_once(prompt: list[
         (outcome,) = await asyncio.gather(writing, return_exceptions=True)
         assert isinstance(outcome, LocalProtocolError) or outcome == toy_text(prompt, COUNT)
         assert world.swarm.open_sessions == 0
-        assert not world.said(Stage.REPAIRING)
+        assert not world.event_texts(Stage.REPAIRING)
 
     run(test)
 
 
-def test_a_session_that_is_closed_while_a_peer_does_not_answer_does_not_wait_for_it(prompt: list[int]) -> None:
+def test_closing_a_session_does_not_wait_for_a_stalled_peer(prompt: list[int]) -> None:
     slow = dataclasses.replace(QUICK, step_floor_s=600.0)
 
     async def test(world: World) -> None:
@@ -691,7 +693,7 @@ def test_a_session_that_is_closed_while_a_peer_does_not_answer_does_not_wait_for
     run(test, config=slow)
 
 
-def test_endless_failure_comes_to_an_end(prompt: list[int]) -> None:
+def test_repairs_end_after_max_repairs(prompt: list[int]) -> None:
     async def test(world: World) -> None:
         await world.three()
 
@@ -709,8 +711,8 @@ def test_endless_failure_comes_to_an_end(prompt: list[int]) -> None:
     run(test)
 
 
-def test_a_slow_peer_is_not_a_stalled_one(prompt: list[int]) -> None:
-    """Steps take longer than their deadline, and get done: nobody is given up."""
+def test_a_slow_peer_is_not_taken_for_a_stalled_one(prompt: list[int]) -> None:
+    """Steps take longer than their deadline and are computed: no peer is replaced."""
 
     async def test(world: World) -> None:
         for name, span in (("a", "0:2"), ("b", "2:4"), ("c", "4:6")):
@@ -718,14 +720,16 @@ def test_a_slow_peer_is_not_a_stalled_one(prompt: list[int]) -> None:
         world.swarm.peers["b"].delay_s = 0.25
         pipeline = world.pipeline()
         assert await world.write(pipeline, prompt, 3) == toy_text(prompt, 3)
-        assert not world.said(Stage.REPAIRING)
+        assert not world.event_texts(Stage.REPAIRING)
         await pipeline.close()
 
     run(test, config=dataclasses.replace(QUICK, step_floor_s=0.05, stall_s=5.0))
 
 
 @pytest.mark.parametrize("odd", [DirectoryError, UnknownModel, EngineError])
-def test_a_peer_that_refuses_a_session_in_an_odd_way_is_replaced(prompt: list[int], odd: type[SwarmError]) -> None:
+def test_a_peer_that_refuses_a_session_with_an_unexpected_error_is_replaced(
+    prompt: list[int], odd: type[SwarmError]
+) -> None:
     async def test(world: World) -> None:
         await world.three()
 
@@ -742,14 +746,16 @@ def test_a_peer_that_refuses_a_session_in_an_odd_way_is_replaced(prompt: list[in
 
 
 @pytest.mark.parametrize("odd", [DirectoryError, UnknownModel, BadStep])
-def test_a_peer_that_refuses_greetings_in_an_odd_way_is_passed_over(prompt: list[int], odd: type[SwarmError]) -> None:
+def test_a_peer_that_refuses_connections_with_an_unexpected_error_is_replaced(
+    prompt: list[int], odd: type[SwarmError]
+) -> None:
     async def test(world: World) -> None:
         await world.three()
 
         def refuse() -> Hello:
             raise odd("not in the mood")
 
-        world.swarm.peers["b"].greeting = refuse
+        world.swarm.peers["b"].make_hello = refuse
         pipeline = world.pipeline()
         assert await world.write(pipeline, prompt, 3) == toy_text(prompt, 3)
         assert "spare" in pipeline.describe_route()
@@ -758,7 +764,7 @@ def test_a_peer_that_refuses_greetings_in_an_odd_way_is_passed_over(prompt: list
     run(test)
 
 
-def test_remote_protocol_errors_of_ours_are_not_the_peers(prompt: list[int]) -> None:
+def test_a_peers_complaint_about_our_bytes_is_a_local_error(prompt: list[int]) -> None:
     async def test(world: World) -> None:
         await world.three()
         peer = world.swarm.peers["b"]

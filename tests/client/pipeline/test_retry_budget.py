@@ -10,23 +10,23 @@ CONFIG = ClientConfig(wait_for_peers_s=10.0, repair_timeout_s=60.0)
 
 
 @pytest.mark.parametrize(
-    ("before", "error", "seconds", "said"),
+    ("before", "error", "seconds", "raised"),
     [
-        (None, NotCovered("nobody there"), 10.0, NotCovered),
-        (PeerBusy("full"), NotCovered("all rest"), 60.0, PeerBusy),
-        (None, NotCovered("all are full, they announce", full=True), 60.0, NotCovered),
+        (None, NotCovered("no peer is there"), 10.0, NotCovered),
+        (PeerBusy("full"), NotCovered("all are paused"), 60.0, PeerBusy),
+        (None, NotCovered("all announce that they are full", full=True), 60.0, NotCovered),
     ],
 )
-def test_peers_that_are_full_are_waited_for_longer_than_some_that_are_not_there(
-    before: SwarmError | None, error: SwarmError, seconds: float, said: type[SwarmError]
+def test_full_peers_are_waited_for_longer_than_missing_peers(
+    before: SwarmError | None, error: SwarmError, seconds: float, raised: type[SwarmError]
 ) -> None:
     now = 100.0
-    trouble = RetryBudget(CONFIG, lambda: now)
+    budget = RetryBudget(CONFIG, lambda: now)
     if before is not None:
-        trouble.add(before)
-    assert trouble.wait_for(error) == seconds
+        budget.add(before)
+    assert budget.time_to_wait(error) == seconds
     now += seconds - 1
-    assert trouble.wait_for(error) == 1.0
+    assert budget.time_to_wait(error) == 1.0
     now += 1
-    with pytest.raises(said):
-        trouble.wait_for(error)
+    with pytest.raises(raised):
+        budget.time_to_wait(error)

@@ -17,7 +17,7 @@ from swarm.sampling import Sampling
 
 
 class EnginePipeline(RealTimePipeline):
-    """Each look at its clock is 10 ms after the one before: what is chosen does not depend on this machine's load."""
+    """Each reading of its clock is 10 ms later, so that the tuner's choices do not depend on this machine's load."""
 
     def __init__(self, engine: Engine, max_tokens: int, *, turns: int = 1, static: StaticSpec | None = None) -> None:
         ticks = itertools.count()
@@ -35,7 +35,7 @@ async def write(
     depth: int | None = None,
     limit: int | None = None,
 ) -> tuple[list[int], Speculation]:
-    """`count` tokens after `prompt`, through `Speculation`, and how it went."""
+    """`count` tokens after `prompt`, through `Speculation`, which is returned too."""
     guesser = None
     if draft is not None:
         tuner = Tuner(Prior(chance=0.6, draft_s=1e-4), free_guesses=draft.instant, k=k, depth=depth)
@@ -52,9 +52,9 @@ async def write(
     try:
         while len(known) < len(prompt) + count:
             before = len(known)
-            given = await speculation.next()
-            assert list(given.tokens) == known[before:]
-            assert given.tokens
+            trip = await speculation.next()
+            assert list(trip.tokens) == known[before:]
+            assert trip.tokens
             await speculation.go_on()
     finally:
         await speculation.close()

@@ -1,4 +1,4 @@
-"""A route in virtual time: hops that compute and ways that take long, without waiting for either."""
+"""A route in virtual time: hops and links take their time, and the test does not wait for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SLICE_S = 0.001
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Its clock jumps to the next timer as soon as nothing else is to be done."""
+    """Its clock jumps to the next timer as soon as no callback is ready."""
 
     _now = 0.0
 
@@ -50,10 +50,10 @@ class _Step:
 
 
 class SimulatedPipeline:
-    """What `Speculation` uses of `Pipeline`, over `hops` that take `compute(n)` seconds each, with ways of `way_s`.
+    """What `Speculation` uses of `Pipeline`, over `hops` that take `compute(n)` seconds each and links of `link_s`.
 
-    `text` is the whole line that the model writes. What is void is dropped as peers drop it. With `cores` the hops
-    share so many, in turn, by slices of a millisecond.
+    `text` is the prompt and what the model writes. Void steps are dropped as peers drop them. With `cores` the hops
+    share so many, in turn, in slices of a millisecond.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class SimulatedPipeline:
         text: Sequence[int],
         *,
         hops: int,
-        way_s: float,
+        link_s: float,
         compute: Callable[[int], float],
         cores: int | None = None,
     ) -> None:
         self._cores = [asyncio.Lock() for _ in range(cores or hops)]
         self._text = list(text)
-        self._way_s = way_s
+        self._link_s = link_s
         self._compute = compute
         self._queues: list[deque[tuple[float, _Step]]] = [deque() for _ in range(hops)]
         self._wakes = [asyncio.Event() for _ in range(hops)]
-        self._due = [0.0] * (hops + 1)
+        self._arrival_at = [0.0] * (hops + 1)
         self._loop = asyncio.get_running_loop()
         self._servers = [asyncio.create_task(self._serve(place)) for place in range(hops)]
         self._windows: deque[_Step] = deque()
@@ -128,9 +128,9 @@ class SimulatedPipeline:
         self._travel(0, step)
 
     def _travel(self, place: int, step: _Step) -> None:
-        # what leaves at one moment arrives in its order, as on a line; timers of one moment have none
-        self._due[place] = max(self._loop.time() + self._way_s, self._due[place] + 1e-9)
-        self._loop.call_at(self._due[place], self._arrive, place, step)
+        # messages sent at the same time arrive in order, as on a connection; timers alone do not ensure that
+        self._arrival_at[place] = max(self._loop.time() + self._link_s, self._arrival_at[place] + 1e-9)
+        self._loop.call_at(self._arrival_at[place], self._arrive, place, step)
 
     def _arrive(self, place: int, step: _Step) -> None:
         if place == len(self._queues):
@@ -177,7 +177,7 @@ class SimulatedPipeline:
 
 async def speed(
     *,
-    way_s: float,
+    link_s: float,
     right: float,
     draft_s: float,
     k: int | None,
@@ -190,7 +190,7 @@ async def speed(
     seed: int = 0,
     unread_s: float = 0.0,
 ) -> tuple[float, Any]:
-    """Tokens a second after the first, and the report. A hop takes `token_s` for a token and `more_s` for each more.
+    """Tokens a second after the first, and the report. A hop takes `token_s` for a token, `more_s` for each other one.
 
     The draft takes `unread_s` to read the prompt."""
     from client.speculation.speculation import Guesser, Speculation
@@ -200,7 +200,7 @@ async def speed(
     loop = asyncio.get_running_loop()
     text = [int(i) for i in np.random.default_rng(1).integers(0, 1000, 20 + count)]
     pipeline = SimulatedPipeline(
-        text, hops=hops, way_s=way_s, compute=lambda n: token_s + more_s * (n - 1), cores=cores
+        text, hops=hops, link_s=link_s, compute=lambda n: token_s + more_s * (n - 1), cores=cores
     )
     draft = ScriptedDraft(text, errors=1 - right, seconds=draft_s, seed=seed, reading_s=unread_s)
     guesser = Guesser(

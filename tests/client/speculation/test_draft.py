@@ -29,7 +29,7 @@ def test_the_longest_match_wins_and_of_equals_the_latest() -> None:
     assert propose(draft, 1) == [8]
 
 
-def test_a_text_that_repeats_is_copied_without_end() -> None:
+def test_a_repeating_text_is_copied_without_end() -> None:
     draft = NgramDraft()
     draft.begin([1, 2, 1, 2])
     assert propose(draft, 5) == [1, 2, 1, 2, 1]
@@ -45,7 +45,7 @@ def test_a_single_token_is_no_match_unless_asked_for() -> None:
     assert propose(draft, 2) == [2, 3]
 
 
-def test_after_a_correction_it_looks_anew() -> None:
+def test_after_a_correction_the_draft_looks_up_again() -> None:
     draft = NgramDraft(2)
     draft.begin([1, 2, 3, 4, 1, 2])
     assert propose(draft, 2) == [3, 4]
@@ -56,7 +56,7 @@ def test_after_a_correction_it_looks_anew() -> None:
     assert propose(draft, 2) == [3, 7]
 
 
-def test_what_is_accepted_without_a_correction_goes_on_where_it_was() -> None:
+def test_without_a_correction_copying_goes_on() -> None:
     draft = NgramDraft(2)
     draft.begin([1, 2, 3, 4, 5, 6, 1, 2])
     assert propose(draft, 2) == [3, 4]
@@ -65,7 +65,7 @@ def test_what_is_accepted_without_a_correction_goes_on_where_it_was() -> None:
 
 
 @given(texts, st.data())
-def test_the_index_that_grows_finds_what_a_search_of_everything_finds(text: list[int], data: st.DataObject) -> None:
+def test_the_incremental_index_finds_the_same_as_a_full_search(text: list[int], data: st.DataObject) -> None:
     draft = NgramDraft(3)
     draft.begin(text[:1])
     for end in range(1, len(text)):
@@ -83,6 +83,6 @@ def searched(text: list[int], size: int, count: int) -> list[int]:
 
 
 @given(texts, texts)
-def test_a_common_prefix_is_found_by_halves(one: list[int], other: list[int]) -> None:
+def test_the_common_prefix_is_that_of_a_linear_search(one: list[int], other: list[int]) -> None:
     slow = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     assert common_prefix(one, other) == slow

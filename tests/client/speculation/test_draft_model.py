@@ -29,8 +29,8 @@ TOY = LayerRange(0, 6)
 PROMPT = [5, 9, 7, 1]
 
 
-class Watched(ToyEngine):
-    """Keeps the steps that it ran."""
+class RecordingEngine(ToyEngine):
+    """Records the steps that it ran."""
 
     def __init__(self) -> None:
         super().__init__(TOY)
@@ -42,42 +42,42 @@ class Watched(ToyEngine):
 
 
 @pytest.fixture
-def engine() -> Watched:
-    return Watched()
+def engine() -> RecordingEngine:
+    return RecordingEngine()
 
 
 @pytest.fixture
-def model(engine: Watched) -> Iterator[DraftModel]:
+def model(engine: RecordingEngine) -> Iterator[DraftModel]:
     model = DraftModel(engine, toy_manifest(), ThreadPoolExecutor(1))
     yield model
     model.close()
     model.close()
 
 
-def begun(model: DraftModel, prompt: list[int], sampling: Sampling | None = None) -> ModelDraft:
+def begin_draft(model: DraftModel, prompt: list[int], sampling: Sampling | None = None) -> ModelDraft:
     draft = model.draft(CONTEXT)
     draft.begin(prompt, sampling or Sampling())
     return draft
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=3, repetition_penalty=1.3)])
-def test_it_guesses_what_the_model_itself_would_say(model: DraftModel, sampling: Sampling) -> None:
+def test_it_guesses_the_tokens_of_the_model(model: DraftModel, sampling: Sampling) -> None:
     expected = plain_text(ToyEngine(TOY), PROMPT, 7, sampling)
 
     async def test() -> None:
-        draft = begun(model, PROMPT, sampling)
-        said = await draft.propose(3)
+        draft = begin_draft(model, PROMPT, sampling)
+        written = await draft.propose(3)
         draft.accept(3, None)
-        assert [*said, *await draft.propose(4)] == expected
+        assert [*written, *await draft.propose(4)] == expected
 
     in_loop(test)()
 
 
-def test_its_cache_is_rewound_and_never_filled_again(model: DraftModel, engine: Watched) -> None:
+def test_its_cache_is_rewound_and_not_recomputed(model: DraftModel, engine: RecordingEngine) -> None:
     expected = plain_text(ToyEngine(TOY), [*PROMPT, 1, 2, 3], 1)
 
     async def test() -> None:
-        draft = begun(model, PROMPT)
+        draft = begin_draft(model, PROMPT)
         await draft.propose(4)
         draft.accept(2, 60)
         await draft.propose(2)
@@ -99,18 +99,18 @@ def test_its_cache_is_rewound_and_never_filled_again(model: DraftModel, engine: 
     in_loop(test)()
 
 
-def test_the_loop_never_computes(model: DraftModel, engine: Watched) -> None:
-    asyncio.run(begun(model, PROMPT).propose(2))
+def test_the_event_loop_never_computes(model: DraftModel, engine: RecordingEngine) -> None:
+    asyncio.run(begin_draft(model, PROMPT).propose(2))
     assert threading.get_ident() not in engine.threads
     assert len(engine.threads) == 1
 
 
-def test_a_guess_that_was_given_up_is_rewound(model: DraftModel, engine: Watched) -> None:
+def test_a_cancelled_guess_is_rewound(model: DraftModel, engine: RecordingEngine) -> None:
     expected = plain_text(ToyEngine(TOY), [*PROMPT, 33], 2)
 
     async def test() -> None:
         engine._gate = threading.Event()
-        draft = begun(model, PROMPT)
+        draft = begin_draft(model, PROMPT)
         task = asyncio.create_task(draft.propose(5))
         await until(lambda: bool(engine.steps))
         task.cancel()
@@ -122,7 +122,7 @@ def test_a_guess_that_was_given_up_is_rewound(model: DraftModel, engine: Watched
     in_loop(test)()
 
 
-def test_a_long_prompt_is_read_in_chunks(model: DraftModel, engine: Watched) -> None:
+def test_a_long_prompt_is_read_in_chunks(model: DraftModel, engine: RecordingEngine) -> None:
     prompt = [int(i) for i in np.random.default_rng(1).integers(0, VOCAB, CONTEXT)]
     model._manifest.__dict__["context_length"] = 1000
     draft = model.draft(600)
@@ -131,9 +131,9 @@ def test_a_long_prompt_is_read_in_chunks(model: DraftModel, engine: Watched) -> 
     assert [len(step.tokens) for step in engine.steps] == [256, 256]
 
 
-def test_what_it_reads_on_the_side_it_does_not_read_again(model: DraftModel, engine: Watched) -> None:
+def test_tokens_that_were_read_are_not_read_again(model: DraftModel, engine: RecordingEngine) -> None:
     async def test() -> None:
-        draft = begun(model, PROMPT)
+        draft = begin_draft(model, PROMPT)
         assert draft.unread == len(PROMPT) - 1
         await draft.read()
         assert draft.unread == 0
@@ -146,7 +146,7 @@ def test_what_it_reads_on_the_side_it_does_not_read_again(model: DraftModel, eng
     in_loop(test)()
 
 
-def test_beyond_its_context_it_is_silent(model: DraftModel) -> None:
+def test_beyond_its_context_it_makes_no_guesses(model: DraftModel) -> None:
     async def test() -> None:
         draft = model.draft(6)
         draft.begin(PROMPT, Sampling())
@@ -164,11 +164,11 @@ def test_beyond_its_context_it_is_silent(model: DraftModel) -> None:
     in_loop(test)()
 
 
-def test_a_device_that_fails_says_so_and_a_closed_draft_takes_no_cache_again(
-    model: DraftModel, engine: Watched
+def test_a_failed_device_raises_and_a_closed_draft_opens_no_cache_again(
+    model: DraftModel, engine: RecordingEngine
 ) -> None:
     async def test() -> None:
-        draft = begun(model, PROMPT)
+        draft = begin_draft(model, PROMPT)
         engine.broken = EngineError("no device")
         with pytest.raises(EngineError, match="no device"):
             await draft.propose(1)
@@ -178,7 +178,7 @@ def test_a_device_that_fails_says_so_and_a_closed_draft_takes_no_cache_again(
         draft.close()
         await until(lambda: not engine.sessions)
         draft.begin([*PROMPT, 1, 2], Sampling())
-        for late in (draft.propose(1), draft.read()):  # of an answer whose session was closed under it
+        for late in (draft.propose(1), draft.read()):  # an answer goes on after its session was closed
             with pytest.raises(EngineError, match="closed"):
                 await late
         assert engine.sessions == {}
@@ -186,8 +186,8 @@ def test_a_device_that_fails_says_so_and_a_closed_draft_takes_no_cache_again(
     in_loop(test)()
 
 
-def test_a_draft_that_failed_gives_its_cache_back_before_the_next_answers(
-    model: DraftModel, engine: Watched, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_draft_frees_its_cache_before_the_next_one_opens(
+    model: DraftModel, engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test() -> None:
         drafts = Drafts(toy_manifest(), config=ClientConfig(), on_event=print, clock=lambda: 0.0)
@@ -208,20 +208,20 @@ def test_a_draft_that_failed_gives_its_cache_back_before_the_next_answers(
 
 
 @pytest.mark.parametrize("k", [1, 4, None])
-def test_a_target_that_draws_like_its_draft_accepts_everything(model: DraftModel, k: int | None) -> None:
-    """The random number of a position is the same for both: no guess of an equal model is ever wrong."""
+def test_an_equal_target_accepts_every_guess(model: DraftModel, k: int | None) -> None:
+    """Both use the same random number at each position: no guess of an equal model is ever wrong."""
     sampling = Sampling(temperature=1.3, top_p=0.9, seed=8)
     pipeline = EnginePipeline(ToyEngine(TOY), 60)
     draft = model.draft(CONTEXT)
-    said, speculation = asyncio.run(write(pipeline, PROMPT, 30, draft, sampling=sampling, k=k))
-    assert said == plain_text(ToyEngine(TOY), PROMPT, 30, sampling)
+    written, speculation = asyncio.run(write(pipeline, PROMPT, 30, draft, sampling=sampling, k=k))
+    assert written == plain_text(ToyEngine(TOY), PROMPT, 30, sampling)
     report = speculation.report()
     assert report is not None
     assert report.accepted == report.proposed or report.proposed - report.accepted <= 4  # at the end of the text
     draft.close()
 
 
-# -- which draft
+# -- choosing the draft
 
 
 def test_another_vocabulary_is_refused() -> None:
@@ -234,7 +234,7 @@ def test_another_vocabulary_is_refused() -> None:
         check_same_vocabulary(replace(small, vocab_size=5), target)
 
 
-def test_look_up_stands_in_where_the_configured_draft_has_another_vocabulary(
+def test_look_up_replaces_a_configured_draft_with_another_vocabulary(
     tiny_packages: Mapping[str, Path], tmp_path: Path
 ) -> None:
     target = replace(load_manifest(tiny_packages["llama"]), vocab_size=5)
@@ -257,7 +257,7 @@ def test_look_up_stands_in_where_the_configured_draft_has_another_vocabulary(
     in_loop(test)()
 
 
-def test_what_a_session_found_out_of_its_draft_and_route_is_there_for_the_next(
+def test_a_session_starts_from_the_measurements_of_the_one_before(
     tiny_packages: Mapping[str, Path], tmp_path: Path
 ) -> None:
     target = load_manifest(tiny_packages["llama"])
@@ -269,7 +269,7 @@ def test_what_a_session_found_out_of_its_draft_and_route_is_there_for_the_next(
             guesser = await session.guesser(GenerationConfig(draft="ngram"))
             assert guesser is not None
             assert (guesser.tuner.costs is not None) is known
-            guesser.tuner.answered(answer(1.0))
+            guesser.tuner.record_answer(answer(1.0))
             session.close()
         other = SessionDrafts(drafts, max_tokens=32, clock=lambda: 0.0)
         guesser = await other.guesser(GenerationConfig(draft="ngram", max_ngram_size=5))

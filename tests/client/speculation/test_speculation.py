@@ -1,4 +1,4 @@
-"""Whatever is guessed, and however far ahead: the text is the one without guesses."""
+"""The text with guesses is the text without them, for any draft, window size and depth."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def plain_text(engine: Engine, prompt: list[int], count: int, sampling: Sampling
     instant=st.booleans(),
     sampling=st.sampled_from([Sampling(), SAMPLED]),
 )
-def test_no_draft_no_size_and_no_depth_changes_a_token(
+def test_neither_draft_nor_size_nor_depth_changes_a_token(
     prompt: list[int], errors: float, k: int | None, depth: int | None, instant: bool, sampling: Sampling
 ) -> None:
     text = plain_text(ToyEngine(TOY), prompt, COUNT, sampling)
     draft = ScriptedDraft([*prompt, *text, 1, 2, 3], errors=errors, instant=instant)
-    pipeline = EnginePipeline(ToyEngine(TOY), len(prompt) + COUNT)  # no room for a guess too many
-    said, speculation = asyncio.run(write(pipeline, prompt, COUNT, draft, sampling=sampling, k=k, depth=depth))
-    assert said == text
+    pipeline = EnginePipeline(ToyEngine(TOY), len(prompt) + COUNT)  # no room for an extra guess
+    written, speculation = asyncio.run(write(pipeline, prompt, COUNT, draft, sampling=sampling, k=k, depth=depth))
+    assert written == text
     report = speculation.report()
     assert report is not None
     assert 0 <= report.accepted <= report.proposed
@@ -71,8 +71,8 @@ def test_no_draft_no_size_and_no_depth_changes_a_token(
 @given(prompt=st.lists(st.integers(0, 2), min_size=1, max_size=30), k=st.none() | st.integers(1, 7))
 def test_look_up_changes_no_token(prompt: list[int], k: int | None) -> None:
     pipeline = EnginePipeline(ToyEngine(TOY), len(prompt) + COUNT)
-    said, _ = asyncio.run(write(pipeline, prompt, COUNT, NgramDraft(2), k=k))
-    assert said == plain_text(ToyEngine(TOY), prompt, COUNT)
+    written, _ = asyncio.run(write(pipeline, prompt, COUNT, NgramDraft(2), k=k))
+    assert written == plain_text(ToyEngine(TOY), prompt, COUNT)
 
 
 def test_right_guesses_make_fewer_trips_and_the_report_says_so() -> None:
@@ -92,14 +92,14 @@ def test_windows_are_sent_before_the_first_is_answered() -> None:
     for instant in (True, False):
         pipeline = EnginePipeline(ToyEngine(TOY), COUNT + 1, turns=100)
         draft = ScriptedDraft([5, *text], errors=0.1, instant=instant)
-        said, _ = asyncio.run(write(pipeline, [5], COUNT, draft, k=2, depth=4))
-        assert said == text
+        written, _ = asyncio.run(write(pipeline, [5], COUNT, draft, k=2, depth=4))
+        assert written == text
         assert pipeline.max_windows == 4
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_a_real_graph_writes_the_same_past_its_sliding_window(
+def test_a_real_graph_writes_the_same_text_past_its_sliding_window(
     tiny_packages: Mapping[str, Path], family: str, depth: int
 ) -> None:
     package = tiny_packages[family]
@@ -111,14 +111,14 @@ def test_a_real_graph_writes_the_same_past_its_sliding_window(
     text = plain_text(engine, prompt, count)
     draft = ScriptedDraft([*prompt, *text], errors=0.3)
     pipeline = EnginePipeline(engine, len(prompt) + count)
-    said, speculation = asyncio.run(write(pipeline, prompt, count, draft, k=3, depth=depth))
-    assert said == text
+    written, speculation = asyncio.run(write(pipeline, prompt, count, draft, k=3, depth=depth))
+    assert written == text
     report = speculation.report()
     assert report is not None
     assert 0 < report.accepted < report.proposed
 
 
-def test_guesses_go_no_further_than_a_static_graph_can_forget(tiny_static_packages: Mapping[str, Path]) -> None:
+def test_guesses_go_no_further_than_a_static_graph_can_rewind(tiny_static_packages: Mapping[str, Path]) -> None:
     package = tiny_static_packages["llama"]
     manifest = load_manifest(package)
     engine = open_static_engine(package, manifest, manifest.span)
@@ -141,7 +141,7 @@ def test_sampled_texts_keep_their_distribution(tiny_packages: Mapping[str, Path]
     """Chi-square over pairs of tokens after a prompt, 1,500 seeds, with a draft and without: p > 0.001 each."""
     package = tiny_packages["llama"]
     manifest = load_manifest(package)
-    engine = Remembering(open_engine(package, manifest, manifest.span))
+    engine = MemoizingEngine(open_engine(package, manifest, manifest.span))
     prompt, how = [5, 9, 7, 5, 9], {"temperature": 0.7, "top_k": 3}
     first = shares_after(engine, prompt, Sampling(**how))  # type: ignore[arg-type]
     expected = {
@@ -168,8 +168,8 @@ def test_sampled_texts_keep_their_distribution(tiny_packages: Mapping[str, Path]
         assert chi_square < CHI_SQUARE_P001[8]
 
 
-class Remembering:
-    """An engine that computes what follows a text once: thousands of short texts begin alike."""
+class MemoizingEngine:
+    """Computes the logits after each text only once: thousands of short texts have equal beginnings."""
 
     def __init__(self, engine: Engine) -> None:
         self.span = engine.span
@@ -204,7 +204,7 @@ class Remembering:
 
 
 def shares_after(engine: Engine, ids: list[int], sampling: Sampling) -> dict[int, float]:
-    """What the model gives each token that may follow `ids`."""
+    """The probability of each token that may follow `ids`."""
     engine.close("exact")
     engine.open("exact", len(ids))
     (logits,) = engine.forward([Step(session="exact", start=0, tokens=np.array(ids, np.int32), rows=1)])
@@ -227,15 +227,15 @@ def test_peers_that_rewind_and_drop_void_windows_write_the_models_text(
 ) -> None:
     async def test(world: World) -> None:
         await world.three()
-        world.swarm.peers["b"].delay_s = 0.02  # long enough for a correction to overtake the windows that wait there
+        world.swarm.peers["b"].delay_s = 0.02  # so long that a correction makes the windows void that wait there
         pipeline = world.pipeline()
-        said, speculation = await write(pipeline, prompt, COUNT, scripted(prompt, instant=instant), k=2, depth=depth)
-        assert said == toy_text(prompt, COUNT)
+        written, speculation = await write(pipeline, prompt, COUNT, scripted(prompt, instant=instant), k=2, depth=depth)
+        assert written == toy_text(prompt, COUNT)
         report = speculation.report()
         assert report is not None
         assert report.accepted > 5
         assert pipeline.repairs == 0
-        voided = sum(peer.voided for peer in world.swarm.peers.values())
+        voided = sum(peer.void_steps for peer in world.swarm.peers.values())
         assert (voided > 0) == (depth > 1 and instant) or not instant
         await pipeline.close()
         assert world.swarm.open_sessions == 0
@@ -253,24 +253,24 @@ def test_a_hop_that_fails_in_the_middle_of_a_verify_changes_nothing(prompt: list
         peer = world.swarm.peers[place]
         peer.on_step = at_step(9, FAULTS[fault](peer))
         pipeline = world.pipeline()
-        said, _ = await write(pipeline, prompt, COUNT, scripted(prompt), k=3, depth=3)
-        assert said == toy_text(prompt, COUNT)
+        written, _ = await write(pipeline, prompt, COUNT, scripted(prompt), k=3, depth=3)
+        assert written == toy_text(prompt, COUNT)
         assert pipeline.repairs >= 1
         await pipeline.close()
-        peer.dead = peer.dead or "stopped" in fault  # it hears of no end
+        peer.dead = peer.dead or "stopped" in fault  # it does not learn that its sessions are closed
         assert world.swarm.open_sessions == 0
 
     run(test)
 
 
-def test_windows_are_relayed_between_peers_that_cannot_meet(prompt: list[int]) -> None:
+def test_windows_are_relayed_between_peers_that_cannot_reach_each_other(prompt: list[int]) -> None:
     async def test(world: World) -> None:
         await world.three()
         a, b = world.swarm.peers["a"], world.swarm.peers["b"]
         a.unreachable.add(b.peer_id)
         pipeline = world.pipeline()
-        said, _ = await write(pipeline, prompt, COUNT, scripted(prompt), k=2, depth=4)
-        assert said == toy_text(prompt, COUNT)
+        written, _ = await write(pipeline, prompt, COUNT, scripted(prompt), k=2, depth=4)
+        assert written == toy_text(prompt, COUNT)
         assert a.relayed > 0
         assert pipeline.repairs == 0
         await pipeline.close()
@@ -278,7 +278,7 @@ def test_windows_are_relayed_between_peers_that_cannot_meet(prompt: list[int]) -
     run(test)
 
 
-def test_a_failure_that_only_a_void_window_meets_is_repaired_too(prompt: list[int]) -> None:
+def test_a_failure_in_a_void_window_is_repaired_too(prompt: list[int]) -> None:
     async def test(world: World) -> None:
         await world.three()
         wrong = [False]
@@ -290,15 +290,15 @@ def test_a_failure_that_only_a_void_window_meets_is_repaired_too(prompt: list[in
 
         world.swarm.peers["b"].on_step = on_step
         pipeline = world.pipeline()
-        said, _ = await write(pipeline, prompt, COUNT, scripted(prompt, errors=0.6), k=2, depth=4)
-        assert said == toy_text(prompt, COUNT)
+        written, _ = await write(pipeline, prompt, COUNT, scripted(prompt, errors=0.6), k=2, depth=4)
+        assert written == toy_text(prompt, COUNT)
         await pipeline.close()
 
     run(test)
 
 
 @pytest.mark.parametrize("turns", range(0, 160, 20))
-def test_cancelled_at_any_moment_nothing_goes_on(prompt: list[int], turns: int) -> None:
+def test_a_cancellation_at_any_moment_leaves_the_session_usable(prompt: list[int], turns: int) -> None:
     async def test(world: World) -> None:
         await world.three()
         pipeline = world.pipeline()
@@ -308,15 +308,15 @@ def test_cancelled_at_any_moment_nothing_goes_on(prompt: list[int], turns: int) 
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        said, _ = await write(pipeline, prompt, 8, scripted(prompt), k=2, depth=2)
-        assert said == toy_text(prompt, 8)
+        written, _ = await write(pipeline, prompt, 8, scripted(prompt), k=2, depth=2)
+        assert written == toy_text(prompt, 8)
         await pipeline.close()
         assert world.swarm.open_sessions == 0
 
     run(test)
 
 
-def test_a_draft_whose_device_fails_is_left_alone_and_the_report_says_why(prompt: list[int]) -> None:
+def test_a_draft_whose_device_fails_is_switched_off_and_the_report_says_why(prompt: list[int]) -> None:
     class Broken(ScriptedDraft):
         async def propose(self, k: int) -> list[int]:
             raise EngineError("the draft's device is gone")
@@ -325,8 +325,8 @@ def test_a_draft_whose_device_fails_is_left_alone_and_the_report_says_why(prompt
         await world.three()
         pipeline = world.pipeline()
         draft = Broken(prompt, errors=0.0, instant=False)
-        said, speculation = await write(pipeline, prompt, 12, draft, k=2)
-        assert said == toy_text(prompt, 12)
+        written, speculation = await write(pipeline, prompt, 12, draft, k=2)
+        assert written == toy_text(prompt, 12)
         report = speculation.report()
         assert report is not None
         assert "device is gone" in report.off

@@ -10,20 +10,20 @@ from swarm.sampling import Sampling, choose, probabilities
 ids = st.lists(st.integers(0, 2), max_size=8)
 
 
-def test_the_longest_agreeing_prefix_and_the_targets_own_token_after_it() -> None:
+def test_the_longest_right_prefix_and_the_targets_own_token_after_it_are_accepted() -> None:
     assert verify([1, 2, 3], [1, 2, 9, 9]) == Verdict(2, 9)
     assert verify([1, 2, 3], [1, 2, 3, 4]) == Verdict(3, 4)
     assert verify([], [4]) == Verdict(0, 4)
     assert verify([1, 2], [3, 2, 1]).tokens([1, 2]) == (3,)
 
 
-def test_guesses_that_are_not_judged_yet_stand_over() -> None:
+def test_guesses_beyond_the_choices_are_not_verified_yet() -> None:
     assert verify([1, 2, 3], [1, 2]) == Verdict(2, None)
     assert verify([1, 2, 3], [1, 2]).tokens([1, 2, 3]) == (1, 2)
 
 
 @given(ids, ids.filter(len))
-def test_what_is_given_is_always_what_was_chosen(guesses: list[int], chosen: list[int]) -> None:
+def test_the_tokens_are_always_the_chosen_ones(guesses: list[int], chosen: list[int]) -> None:
     verdict = verify(guesses, chosen)
     tokens = verdict.tokens(guesses)
     assert 1 <= len(tokens) <= len(chosen)
@@ -31,7 +31,7 @@ def test_what_is_given_is_always_what_was_chosen(guesses: list[int], chosen: lis
 
 
 def test_a_deterministic_guess_is_accepted_with_the_targets_probability_of_it() -> None:
-    """And what comes instead is drawn without it: chi-square of accepted, and of each other token; 20,000 seeds."""
+    """The correction is drawn from the other tokens. Chi-square over the guess and each other token; 20,000 seeds."""
     logits = np.random.default_rng(5).normal(0, 1.5, 12).astype(np.float32)
     how = {"temperature": 0.8, "top_k": 8, "top_p": 0.97}
     order, shares = probabilities(logits, Sampling(**how))  # type: ignore[arg-type]
