@@ -18,7 +18,7 @@ from swarm.discovery.remote_directory import PeerDirectory, find_peers
 from swarm.model.manifest import load_manifest
 from swarm.model.spans import LayerRange
 from swarm.transport.address import Address
-from tests.harness import family_of, listens, ports_of, run_swarm, still_running, wait_until
+from tests.harness import family_of, is_listening, ports_of, run_swarm, still_running, wait_until
 from tests.peer.toy_swarm import client_hello
 
 FRONT, BACK = LayerRange(0, 15), LayerRange(15, 30)
@@ -54,7 +54,7 @@ def assert_all_end(members: list[Member], number: signal.Signals) -> None:
     for member in members:
         member.process.wait(timeout=MAX_SHUTDOWN_S)
     wait_until(lambda: not any(map(still_running, families)), "no child is left", MAX_SHUTDOWN_S)
-    assert not [port for port in ports if listens(port)]
+    assert not [port for port in ports if is_listening(port)]
 
 
 def test_a_peer_joins_by_model_name_and_another_leaves_by_ctrl_c(smollm2_package: Path, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_peer_joins_by_model_name_and_another_leaves_by_ctrl_c(smollm2_package
         assert {record.state for record in both.values()} == {SERVING}
 
         # The record says "leaving" before the peer ends.
-        family, ports = family_of(first), ports_of(family_of(first))
+        processes, ports = family_of(first), ports_of(family_of(first))
         first.signal(signal.SIGINT)
         state = wait_until(
             lambda: (r := records_at(second, manifest.digest).get("first")) is None or (r.state != SERVING and r.state),
@@ -101,8 +101,8 @@ def test_a_peer_joins_by_model_name_and_another_leaves_by_ctrl_c(smollm2_package
         )
         assert state in (LEAVING, True)
         assert first.process.wait(timeout=MAX_SHUTDOWN_S) == 0
-        wait_until(lambda: not still_running(family), "no child is left", MAX_SHUTDOWN_S)
-        assert not [port for port in ports if listens(port)]
+        wait_until(lambda: not still_running(processes), "no child is left", MAX_SHUTDOWN_S)
+        assert not [port for port in ports if is_listening(port)]
 
         assert_all_end([second], signal.SIGKILL)
 
@@ -112,21 +112,21 @@ def test_a_bootstrap_answers_queries_without_a_model_and_ctrl_c_twice_ends_it(tm
         bootstrap = swarm.bootstrap()
         swarm.wait()
         assert records_at(bootstrap, "0" * 64) == {}
-        family = family_of(bootstrap)
+        processes = family_of(bootstrap)
         bootstrap.signal(signal.SIGINT)
         bootstrap.signal(signal.SIGINT)
         bootstrap.process.wait(timeout=MAX_SHUTDOWN_S)
-        wait_until(lambda: not still_running(family), "no child is left", MAX_SHUTDOWN_S)
+        wait_until(lambda: not still_running(processes), "no child is left", MAX_SHUTDOWN_S)
 
 
 def test_ctrl_c_while_a_peer_loads_leaves_no_process(smollm2_package: Path, tmp_path: Path) -> None:
     with LocalSwarm(tmp_path / "swarm") as swarm:
         member = swarm.join(smollm2_package, FRONT)
         swarm.wait(phase="checked")
-        family = family_of(member)
+        processes = family_of(member)
         member.signal(signal.SIGINT)
         assert member.process.wait(timeout=MAX_SHUTDOWN_S) == 130
-        wait_until(lambda: not still_running(family), "no child is left", MAX_SHUTDOWN_S)
+        wait_until(lambda: not still_running(processes), "no child is left", MAX_SHUTDOWN_S)
 
 
 def test_a_damaged_file_is_named_and_never_announced(smollm2_package: Path, tmp_path: Path) -> None:
