@@ -35,7 +35,7 @@ MIDDLE = "11:15"  # The shortest span: it is started most often.
 
 @pytest.fixture(scope="module")
 def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    with town_in(tmp_path_factory.mktemp("town")) as town:
+    with town_in(tmp_path_factory.mktemp("peers")) as town:
         yield town
 
 
@@ -269,11 +269,11 @@ def test_a_peer_restarted_three_times_has_one_record_and_no_route_uses_an_old_in
     assert not entries[0]["unreachable"]
 
 
-def _entries(stages: ThreeStages, digest: str, house: House) -> list[dict[str, Any]]:
+def _entries(stages: ThreeStages, digest: str, spec: House) -> list[dict[str, Any]]:
     """The entries of this peer in the output of `swarm routes`."""
     done = run_swarm("routes", digest, "--json", "--initial-peer", stages.town.addresses[0])
     assert done.returncode == 0, done.stderr
-    return [peer for peer in json.loads(done.stdout)["peers"] if peer["name"] == house.name]
+    return [peer for peer in json.loads(done.stdout)["peers"] if peer["name"] == spec.name]
 
 
 # -- a killed peer, without a spare

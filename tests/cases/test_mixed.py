@@ -48,7 +48,7 @@ def specs(smollm2_package: Path, smollm2_f16_package: Path) -> PeerSpecs:
 
 @pytest.fixture(scope="module")
 def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    with town_in(tmp_path_factory.mktemp("town")) as town:
+    with town_in(tmp_path_factory.mktemp("peers")) as town:
         yield town
 
 
