@@ -126,10 +126,6 @@ class Hosts:
             for namespace in (*hosts._namespaces.values(), hosts._hub):
                 subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
 
-    def disconnect(self, name: str) -> None:
-        """Set this host's network interface down."""
-        _ip("-n", self._namespaces[name], "link", "set", "eth0", "down")
-
     def _build(self) -> None:
         _ip("netns", "add", self._hub)
         _ip("-n", self._hub, "link", "add", "bridge", "type", "bridge")

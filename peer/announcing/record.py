@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peer.loading.self_test import SelfTest
-from peer.loading.span_files import held_layers
+from peer.loading.span_files import shared_layers
 from peer.serving.queries import SharedFiles
 from peer.sessions.service import Load, Serving
 from swarm.discovery.records import ModelRecord, PeerRecord
@@ -50,7 +50,7 @@ class Announcement:
             manifest=serving.manifest,
             span=serving.engine.span,
             entries=serving.entries if serving.builder is not None else (),
-            holds=held_layers(shared_files),
+            holds=shared_layers(shared_files),
             numerics=serving.engine.numerics,
             device=device,
             peer_id=peer_id,

@@ -70,20 +70,11 @@ async def join(config: JoinConfig, report: Report) -> None:
 class Peer:
     """A peer: its connections, its DHT node, its span."""
 
-    def __init__(
-        self,
-        config: JoinConfig,
-        identity: Identity,
-        report: Report,
-        stop: Stop,
-        *,
-        rng: random.Random | None = None,
-    ) -> None:
+    def __init__(self, config: JoinConfig, identity: Identity, report: Report, stop: Stop) -> None:
         self._config = config
         self._identity = identity
         self._report = report
         self._stop = stop
-        self._rng = rng or random.SystemRandom()
         self._name = config.name or socket.gethostname()[:64]
         self._incarnation = time.time_ns() // 1_000_000
         self._model = ""
@@ -235,7 +226,7 @@ class Peer:
         if contact is None or self._config.layers is not None:
             return span_files
         # Jitter: peers that start together must not choose again at the same moment.
-        await asyncio.sleep(self._rng.uniform(0, _RECHOICE_JITTER_S))
+        await asyncio.sleep(random.SystemRandom().uniform(0, _RECHOICE_JITTER_S))
         try:
             better = await rechoose_span(self._config, span_files, contact, peer_id=self._identity.peer_id)
         except (PeerError, DirectoryError) as error:

@@ -54,7 +54,7 @@ from swarm.model.spans import LayerRange, union
 from swarm.transport.channel import Channel
 from swarm.wire.messages import Hello
 
-_MAX_HOLDS = 64
+_MAX_RANGES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,23 +199,23 @@ def divide_memory(
     if tokens < (BLOCK_TOKENS if paged else 1):
         if kv_memory is not None and kv_memory < kv_room:
             raise ConfigError(f"--kv-memory {in_words(kv_memory)} holds {tokens} tokens of layers {span}: allow more")
-        raise ConfigError(_too_large(manifest, span, span_files.memory, kv=kv, kv_tokens=1, graphs=span_files.graphs))
+        raise ConfigError(_too_large(manifest, span, span_files.memory, kv=kv, graphs=span_files.graphs))
     if paged:
         tokens = tokens // BLOCK_TOKENS * BLOCK_TOKENS
     tokens = min(tokens, kv_tokens) if kv_tokens is not None else tokens
     return tokens, span_files.memory - span_bytes - int(tokens * token_bytes)
 
 
-def held_layers(shared_files: SharedFiles) -> tuple[LayerRange, ...]:
+def shared_layers(shared_files: SharedFiles) -> tuple[LayerRange, ...]:
     """The layers whose files this peer shares; the first with the embedding, the last with the head."""
     manifest = shared_files.manifest
     shared = {entry.path for entry in shared_files.entries}
-    held = []
+    layers = []
     for layer in manifest.span:
         parts = [layer_part(layer)] + [EMBED] * (layer == 0) + [HEAD] * (layer == manifest.span.last - 1)
         if all(entry.path in shared for entry in manifest.files(parts)):
-            held.append(LayerRange(layer, layer + 1))
-    return tuple(union(held)[:_MAX_HOLDS])
+            layers.append(LayerRange(layer, layer + 1))
+    return tuple(union(layers)[:_MAX_RANGES])
 
 
 def _service_rates(manifest: Manifest, records: list[PeerRecord], peer_id: str) -> list[float]:
@@ -232,12 +232,12 @@ def _choose_layers(config: JoinConfig, manifest: Manifest, memory: int, served: 
     if config.layers.last > len(manifest.layers):
         raise ConfigError(f"layers {config.layers} are not in {manifest.name}, which has {len(manifest.layers)}")
     if needed_bytes(manifest, config.layers, kv=kv, kv_tokens=1, graphs=graphs) > memory:
-        raise ConfigError(_too_large(manifest, config.layers, memory, kv=kv, kv_tokens=1, graphs=graphs))
+        raise ConfigError(_too_large(manifest, config.layers, memory, kv=kv, graphs=graphs))
     return config.layers
 
 
-def _too_large(manifest: Manifest, span: LayerRange, memory: int, *, kv: str, kv_tokens: int, graphs: int) -> str:
-    needed = needed_bytes(manifest, span, kv=kv, kv_tokens=kv_tokens, graphs=graphs)
+def _too_large(manifest: Manifest, span: LayerRange, memory: int, *, kv: str, graphs: int) -> str:
+    needed = needed_bytes(manifest, span, kv=kv, kv_tokens=1, graphs=graphs)
     return (
         f"layers {span} of {manifest.name} need {in_words(needed)} and this peer may take {in_words(memory)}; "
         "serve fewer layers or raise --max-memory"

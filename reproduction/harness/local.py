@@ -27,12 +27,11 @@ ACCURACY: dict[str, Any] = {
     "KV_CACHE_PRECISION": "f32",
     "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
 }
-PERFORMANCE: dict[str, Any] = {}
 CHAIN_TOKENS = 2048
 
 
 def settings(precision: str, threads: int) -> dict[str, Any]:
-    chosen = ACCURACY if precision == "accuracy" else PERFORMANCE
+    chosen = ACCURACY if precision == "accuracy" else {}
     return {**chosen, "INFERENCE_NUM_THREADS": threads, "ENABLE_CPU_PINNING": False}
 
 

@@ -23,13 +23,13 @@ def run(log: Log) -> Report:
     firsts: list[float] = []
     with users_on_peers(model, 2) as sync_users:
         for round_ in range(ROUNDS + 1):
-            reference_texts, _ = sync_users.run(_measure_gaps(sync_users, TOKENS, None))
-            with_prompts, first = sync_users.run(_measure_gaps(sync_users, TOKENS, LENGTH))
-            log(f"round {round_} of {ROUNDS}: p99 {_p99(reference_texts):.2f} and {_p99(with_prompts):.2f} ms")
+            gaps_alone, _ = sync_users.run(_measure_gaps(sync_users, TOKENS, None))
+            gaps_with_prompts, first_tokens = sync_users.run(_measure_gaps(sync_users, TOKENS, LENGTH))
+            log(f"round {round_} of {ROUNDS}: p99 {_p99(gaps_alone):.2f} and {_p99(gaps_with_prompts):.2f} ms")
             if round_:
-                undisturbed += reference_texts
-                disturbed += with_prompts
-                firsts += first
+                undisturbed += gaps_alone
+                disturbed += gaps_with_prompts
+                firsts += first_tokens
     return Report(
         experiment="interference",
         machine=machine(),

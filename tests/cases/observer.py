@@ -69,8 +69,8 @@ async def kv_free(record: PeerRecord) -> int:
 
 async def reserved(records: Iterable[PeerRecord]) -> dict[str, int]:
     """Tokens of KV cache that sessions reserve, by the name of the peer; only peers with any."""
-    held = {record.name: record.kv_total - await kv_free(record) for record in records}
-    return {name: tokens for name, tokens in held.items() if tokens}
+    tokens_by_peer = {record.name: record.kv_total - await kv_free(record) for record in records}
+    return {name: tokens for name, tokens in tokens_by_peer.items() if tokens}
 
 
 async def nothing_is_reserved(*records: PeerRecord) -> bool:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
 import socket
-import time
 from pathlib import Path
 
 import pytest
 
 from swarm.app.local_swarm import LISTENING, LocalSwarm, Member
-from swarm.discovery.records import LEAVING, SERVING, PeerRecord
-from swarm.discovery.remote_directory import PeerDirectory, find_peers
+from swarm.discovery.records import LEAVING, SERVING
 from swarm.model.manifest import load_manifest
 from swarm.model.spans import LayerRange
-from swarm.transport.address import Address
+from tests.cases.observer import records_at
 from tests.harness import family_of, is_listening, ports_of, run_swarm, still_running, wait_until
-from tests.peer.toy_swarm import client_hello
 
 FRONT, BACK = LayerRange(0, 15), LayerRange(15, 30)
 MAX_SHUTDOWN_S = 10.0
@@ -29,19 +25,6 @@ MAX_SHUTDOWN_S = 10.0
 @pytest.fixture(autouse=True)
 def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
-def records_at(member: Member, digest: str) -> dict[str, PeerRecord]:
-    """The records of the model's peers that `member` returns, by name."""
-
-    async def query() -> list[PeerRecord]:
-        directory = PeerDirectory([Address.parse(member.address)], hello=client_hello())
-        try:
-            return await find_peers(directory, digest, now=time.time())
-        finally:
-            await directory.close()
-
-    return {record.name: record for record in asyncio.run(query())}
 
 
 def assert_all_end(members: list[Member], number: signal.Signals) -> None:

@@ -19,7 +19,7 @@ from peer.loading.span_files import (
     choose_span_files,
     divide_memory,
     fetch_span_files,
-    held_layers,
+    shared_layers,
     rechoose_span,
 )
 from peer.report import ProgressCallback
@@ -113,7 +113,7 @@ def test_a_package_directory_is_used_in_place(package: Path, tmp_path: Path) -> 
         )
         assert part.span == LayerRange(1, 3)
         shared_files = await check_span_files(part, RecordingReport())
-        assert held_layers(shared_files) == (LayerRange(0, LAYERS),)
+        assert shared_layers(shared_files) == (LayerRange(0, LAYERS),)
 
     asyncio.run(main())
 
@@ -153,7 +153,7 @@ def test_a_damaged_or_missing_file_of_the_span_is_named(package: Path, tmp_path:
         asyncio.run(check(LayerRange(3, LAYERS)))
     # A missing file outside the span only limits what this peer shares.
     rest = (LayerRange(0, 2), LayerRange(3, 4), LayerRange(5, LAYERS))
-    assert held_layers(asyncio.run(check(LayerRange(0, 2)))) == rest
+    assert shared_layers(asyncio.run(check(LayerRange(0, 2)))) == rest
 
 
 def test_a_model_name_is_looked_up_and_only_the_files_of_the_span_are_fetched(package: Path, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_model_name_is_looked_up_and_only_the_files_of_the_span_are_fetched(pa
             checked = await check_span_files(span_files, report)
             names = sorted(path.name for path in span_files.package.glob("*.bin"))
             assert names == ["head.bin", "layer_004.bin", "layer_005.bin", "tokenizer.bin"]
-            assert held_layers(checked) == (LayerRange(4, LAYERS),)
+            assert shared_layers(checked) == (LayerRange(4, LAYERS),)
             assert report.bars[-1] == (400, 400)
 
     asyncio.run(main())
