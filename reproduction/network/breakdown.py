@@ -33,7 +33,7 @@ def run(log: Log) -> Report:
     published = {"compute": 42.0, "network": 6.0, "dispatch": 13.0}
     groups = {
         "compute": sum(v for k, v in parts.items() if "compute" in k),
-        "network": sum(v for k, v in parts.items() if "way" in k),
+        "network": sum(v for k, v in parts.items() if "network" in k),
     }
     groups["dispatch"] = sum(parts.values()) - sum(groups.values())
     return Report(
@@ -74,10 +74,10 @@ def _parts(metrics: Metrics) -> dict[str, float]:
     parts: dict[str, float] = {}
     for number, hop in enumerate(metrics.hops, 1):
         parts |= {
-            f"way to hop {number}": hop.network_s,
+            f"network to hop {number}": hop.network_s,
             f"hop {number} queue": hop.queue_s,
             f"hop {number} hand-over": hop.other_s,
             f"hop {number} compute": hop.compute_s,
             f"hop {number} codec": hop.codec_s,
         }
-    return parts | {"way back": metrics.return_s, "client": metrics.client_s}
+    return parts | {"network back": metrics.return_s, "client": metrics.client_s}

@@ -40,7 +40,7 @@ def run(log: Log) -> Report:
             Row(configuration="prompts arrive, median gap", value=float(np.median(disturbed)) * 1e3, unit="ms"),
             Row(configuration="prompts arrive, p99", value=_p99(disturbed), unit="ms"),
             Row(configuration="prompts arrive, worst", value=max(disturbed) * 1e3, unit="ms"),
-            Row(configuration="first token of a prompt beside it", value=float(np.median(firsts or [0.0])), unit="s"),
+            Row(configuration="first token of such a prompt", value=float(np.median(firsts or [0.0])), unit="s"),
         ],
         ratios={
             "p99_vs_undisturbed": _p99(disturbed) / _p99(undisturbed),

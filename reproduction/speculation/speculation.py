@@ -136,29 +136,29 @@ class Bench:
         """
         text = self._tokenizer.apply_chat_template([{"role": "user", "content": prompt}], True)
         ids = [int(i) for i in self._tokenizer.encode(text, add_special_tokens=False).input_ids.data[0]]
-        before_s, said, _ = self._write(ids, tokens)
-        guessed = {name: self._guess(ids, said, setup, before_s / tokens) for name, setup in setups.items()}
-        after_s, again, _ = self._write(ids, tokens)
-        self.changed += sum(text != said for _, text, _ in guessed.values())
-        if again != said or (self._exact and self.changed):
+        before_s, reference, _ = self._write(ids, tokens)
+        results = {name: self._guess(ids, reference, setup, before_s / tokens) for name, setup in setups.items()}
+        after_s, repeated, _ = self._write(ids, tokens)
+        self.changed += sum(text != reference for _, text, _ in results.values())
+        if repeated != reference or (self._exact and self.changed):
             raise AssertionError("a draft changed the text")
         found = {}
-        for name, (took_s, _, report) in guessed.items():
+        for name, (took_s, _, report) in results.items():
             assert report is not None
             found[name] = (statistics.fmean((before_s, after_s)) / took_s, report)
         return found
 
     def _guess(
-        self, ids: Sequence[int], said: Sequence[int], setup: DraftSetup, token_s: float
+        self, ids: Sequence[int], reference: Sequence[int], setup: DraftSetup, token_s: float
     ) -> tuple[float, list[int], SpeculationReport | None]:
-        """Like `_write`, with a draft that knows the text `said`.
+        """Like `_write`, with a draft that knows the text `reference`.
 
         In performance mode windows can change the text, and the draft must know the changed one: each answer becomes
         the script of the next one until the text stays the same.
         """
-        script = list(said)
+        script = list(reference)
         for _ in range(1 if self._exact else _SCRIPTS):
-            written = self._write(ids, len(said), setup.draft([*ids, *script], token_s), k=setup.fixed)
+            written = self._write(ids, len(reference), setup.draft([*ids, *script], token_s), k=setup.fixed)
             if written[1] == script:
                 break
             script = written[1]

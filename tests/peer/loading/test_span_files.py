@@ -19,8 +19,8 @@ from peer.loading.span_files import (
     choose_span_files,
     divide_memory,
     fetch_span_files,
-    shared_layers,
     rechoose_span,
+    shared_layers,
 )
 from peer.report import ProgressCallback
 from peer.serving.queries import SharedFiles
