@@ -58,7 +58,7 @@ def gateway_process(swarm: LocalSwarm, model: str) -> Iterator[str]:
 def gateway_streams(client: openai.AsyncOpenAI, model: str) -> StreamSource:
     """Streams from a gateway, read with the `openai` package."""
 
-    async def stream_source(tokens: int) -> Stream:
+    async def generate(tokens: int) -> Stream:
         async def texts() -> AsyncIterator[str]:
             stream = await client.completions.create(
                 model=model,
@@ -73,17 +73,17 @@ def gateway_streams(client: openai.AsyncOpenAI, model: str) -> StreamSource:
 
         return await _timed(texts())
 
-    return stream_source
+    return generate
 
 
 def client_streams(client: SwarmClient) -> StreamSource:
     """Streams from the Python client."""
 
-    async def stream_source(tokens: int) -> Stream:
+    async def generate(tokens: int) -> Stream:
         config = GenerationConfig(max_new_tokens=tokens, ignore_eos=True)
         return await _timed(piece.text async for piece in client.generate(PROMPT, config, raw=True))
 
-    return stream_source
+    return generate
 
 
 async def generate_concurrently(stream_source: StreamSource, streams: int, tokens: int) -> tuple[float, list[Stream]]:

@@ -54,12 +54,12 @@ async def _soak(model: Model, swarm: LocalSwarm, log: Log, seconds: float, users
     rng, prompts = random.Random(0), prompts_of(3 * users)
     done = {"texts": 0, "left": 0, "repairs": 0, "wrong": 0}
     stable_peers = list(swarm.members)
-    async with open_users(model, swarm.addresses, ClientConfig(prefix_key="soak")) as sync_users:
-        reference_texts = {tuple(prompt): (await sync_users.write(prompt, TOKENS)).ids for prompt in prompts}
+    async with open_users(model, swarm.addresses, ClientConfig(prefix_key="soak")) as swarm_users:
+        reference_texts = {tuple(prompt): (await swarm_users.write(prompt, TOKENS)).ids for prompt in prompts}
         for turn in range(-(-KV_TOKENS // LONG_PROMPT_TOKENS)):
-            await sync_users.write(_long_prompt(prompts, turn), TOKENS)
+            await swarm_users.write(_long_prompt(prompts, turn), TOKENS)
         single = [_resources(member) for member in stable_peers]
-        run_user = functools.partial(_run_user, sync_users, prompts, reference_texts, rng, done)
+        run_user = functools.partial(_run_user, swarm_users, prompts, reference_texts, rng, done)
         await _run_users(run_user, users, time.monotonic() + _WARM_UP_SHARE * seconds)
         before = [_resources(member) for member in stable_peers]
         spares = [
@@ -147,7 +147,7 @@ async def _run_users(run_user: Callable[[], Awaitable[None]], users: int, until:
 
 
 async def _run_user(
-    sync_users: Users,
+    swarm_users: Users,
     prompts: Sequence[list[int]],
     reference_texts: dict[tuple[int, ...], tuple[int, ...]],
     rng: random.Random,
@@ -155,7 +155,7 @@ async def _run_user(
 ) -> None:
     """One user's text; a third of the users disconnect in the middle."""
     prompt = rng.choice(prompts)
-    generation = asyncio.create_task(sync_users.write(prompt, TOKENS))
+    generation = asyncio.create_task(swarm_users.write(prompt, TOKENS))
     if rng.random() < 1 / 3:
         await asyncio.wait({generation}, timeout=rng.uniform(0.05, 2.0))
         generation.cancel()
