@@ -57,9 +57,7 @@ class Batched:
                 str(model.ir), scheduler, "CPU", settings(precision, 1), {}
             )
 
-    def generate_concurrently(
-        self, prompts: Sequence[Sequence[int]], count: int
-    ) -> tuple[float, list[tuple[int, ...]]]:
+    def run_all(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[float, list[tuple[int, ...]]]:
         """Tokens per second from the first request to the last token, and the token ids of each prompt."""
         tensors = [ov.Tensor(np.array([prompt], np.int64)) for prompt in prompts]
         with on_core(CORES[0]):

@@ -13,7 +13,7 @@ from reproduction.models.real import smollm2
 
 TOKENS = 128
 THREADS = 1
-STAGE_COUNTS = (1, 2, 3, 4)
+STAGES = (1, 2, 3, 4)
 PUBLISHED = {1: 23.93, 2: 20.56, 3: 21.56}
 
 
@@ -32,18 +32,11 @@ def run(log: Log) -> Report:
 
         return measure
 
-    chains = {f"stages{stages}": paged_chain(model, even_spans(model, stages), THREADS) for stages in STAGE_COUNTS}
+    chains = {f"stages{stages}": paged_chain(model, even_spans(model, stages), THREADS) for stages in STAGES}
     chains |= {
-        f"stateful_stages{stages}": chain(model, even_spans(model, stages), "accuracy", THREADS)
-        for stages in STAGE_COUNTS
+        f"stateful_stages{stages}": chain(model, even_spans(model, stages), "accuracy", THREADS) for stages in STAGES
     }
-    samples = interleaved(
-        {
-            "unsplit": timed(unsplit),
-            **{name: timed(runner) for name, runner in chains.items()},
-        },
-        log,
-    )
+    samples = interleaved({"unsplit": timed(unsplit), **{name: timed(runner) for name, runner in chains.items()}}, log)
     middle = medians(samples)
     return Report(
         experiment="shard_stages",
@@ -58,7 +51,7 @@ def run(log: Log) -> Report:
                     published=PUBLISHED.get(stages),
                 )
                 for engine, prefix in (("", ""), ("stateful, ", "stateful_"))
-                for stages in STAGE_COUNTS
+                for stages in STAGES
             ),
         ],
         ratios={name: median_ratio(samples, name, "unsplit") for name in chains},

@@ -86,10 +86,10 @@ def client_streams(client: SwarmClient) -> StreamSource:
     return generate
 
 
-async def generate_concurrently(stream_source: StreamSource, streams: int, tokens: int) -> tuple[float, list[Stream]]:
+async def run_all(source: StreamSource, streams: int, tokens: int) -> tuple[float, list[Stream]]:
     """Run `streams` answers concurrently. Returns the tokens per second of all, and the answers."""
     started = time.perf_counter()
-    answers = await asyncio.gather(*(stream_source(tokens) for _ in range(streams)))
+    answers = await asyncio.gather(*(source(tokens) for _ in range(streams)))
     return streams * tokens / (time.perf_counter() - started), answers
 
 

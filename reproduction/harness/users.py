@@ -104,7 +104,7 @@ class Users:
         ids = tuple(known[len(prompt) : end])
         return Written(ids=ids, started_at=started_at, times=tuple(times[:count]), repairs=pipeline.repairs)
 
-    async def generate_concurrently(
+    async def run_all(
         self, prompts: Sequence[Sequence[int]], count: int, guessers: Sequence[Guesser] = ()
     ) -> tuple[float, list[Written]]:
         """Tokens per second from the first request to the last token, and the result of each user.
@@ -159,11 +159,11 @@ class SyncUsers:
     def write(self, prompt: Sequence[int], count: int) -> Written:
         return self.run(self.users.write(prompt, count))
 
-    def generate_concurrently(
+    def run_all(
         self, prompts: Sequence[Sequence[int]], expected: Sequence[Sequence[int]], guessers: Sequence[Guesser] = ()
     ) -> float:
         """Tokens per second of all users. Raises AssertionError if a user's text is not the expected one."""
-        speed, written = self.run(self.users.generate_concurrently(prompts, len(expected[0]), guessers))
+        speed, written = self.run(self.users.run_all(prompts, len(expected[0]), guessers))
         for result, ids in zip(written, expected, strict=True):
             if list(result.ids) != list(ids):
                 raise AssertionError(f"one of {len(prompts)} users got another text than alone")

@@ -79,11 +79,11 @@ def _measured(
         users_on_peers(model, 2, "--precision", precision, spans=spans) as sync_users,
         busy_stages(model, spans, precision) as busy,
     ):
-        reference_texts = [sync_users.write(prompt, tokens).ids for prompt in prompts]
+        expected = [sync_users.write(prompt, tokens).ids for prompt in prompts]
 
-        def generate_concurrently(n: int) -> float:
+        def run_all(n: int) -> float:
             nonlocal changed
-            speed, different = _generate_concurrently(sync_users, prompts[:n], reference_texts[:n])
+            speed, different = _run_all(sync_users, prompts[:n], expected[:n])
             if different and precision == "accuracy":
                 raise AssertionError(f"{different} of {n} users got another text than alone")
             changed += different
@@ -95,16 +95,14 @@ def _measured(
             if n in users and n > 1:
                 configurations[f"busy{n}"] = partial(busy.speed, n)
         for n in users:
-            configurations[f"users{n}"] = partial(generate_concurrently, n)
+            configurations[f"users{n}"] = partial(run_all, n)
         return interleaved(configurations, log, rounds), changed
 
 
-def _generate_concurrently(
-    sync_users: SyncUsers, prompts: list[list[int]], reference_texts: Sequence[tuple[int, ...]]
-) -> tuple[float, int]:
-    speed, written = sync_users.run(sync_users.users.generate_concurrently(prompts, len(reference_texts[0])))
-    return speed, sum(result.ids != ids for result, ids in zip(written, reference_texts, strict=True))
+def _run_all(sync_users: SyncUsers, prompts: list[list[int]], expected: Sequence[tuple[int, ...]]) -> tuple[float, int]:
+    speed, written = sync_users.run(sync_users.users.run_all(prompts, len(expected[0])))
+    return speed, sum(result.ids != ids for result, ids in zip(written, expected, strict=True))
 
 
 def _batched(pipeline: Batched, prompts: list[list[int]], tokens: int) -> float:
-    return pipeline.generate_concurrently(prompts, tokens)[0]
+    return pipeline.run_all(prompts, tokens)[0]

@@ -12,7 +12,7 @@ import numpy as np
 import openai
 
 from reproduction.experiment import Log, Report, Row
-from reproduction.harness.gateway_process import gateway_process, gateway_streams, generate_concurrently
+from reproduction.harness.gateway_process import gateway_process, gateway_streams, run_all
 from reproduction.harness.local import even_spans
 from reproduction.harness.machine import machine
 from reproduction.harness.peers import pinned_swarm
@@ -34,10 +34,10 @@ def run(log: Log) -> Report:
         gateway_process(swarm, model.manifest.digest) as url,
     ):
         caller = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600)
-        stream_source = gateway_streams(caller, model.manifest.digest)
-        runner.run(generate_concurrently(stream_source, 2, TOKENS))  # Warm-up.
+        source = gateway_streams(caller, model.manifest.digest)
+        runner.run(run_all(source, 2, TOKENS))  # Warm-up.
         for count in STREAMS:
-            speeds[count], answers = runner.run(generate_concurrently(stream_source, count, TOKENS))
+            speeds[count], answers = runner.run(run_all(source, count, TOKENS))
             log(f"{count} streams: {speeds[count]:.4g} tok/s")
             texts |= {answer.text for answer in answers}
             firsts = [answer.first_s for answer in answers]

@@ -18,7 +18,7 @@ from reproduction.harness.gateway_process import (
     client_streams,
     gateway_process,
     gateway_streams,
-    generate_concurrently,
+    run_all,
 )
 from reproduction.harness.local import even_spans
 from reproduction.harness.machine import machine
@@ -39,18 +39,18 @@ def run(log: Log) -> Report:
     ):
         client = runner.run(SwarmClient.connect(model.manifest.digest, initial_peers=swarm.addresses))
         caller = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300)
-        stream_sources = {"direct": client_streams(client), "gateway": gateway_streams(caller, model.manifest.digest)}
-        streams_by_name: dict[str, list[Stream]] = {}
+        sources = {"direct": client_streams(client), "gateway": gateway_streams(caller, model.manifest.digest)}
+        answers_by_name: dict[str, list[Stream]] = {}
 
-        def measure(name: str, stream_source: StreamSource, streams: int) -> Callable[[], float]:
+        def measure(name: str, source: StreamSource, streams: int) -> Callable[[], float]:
             def once() -> float:
-                speed, answers = runner.run(generate_concurrently(stream_source, streams, STREAMS[streams]))
-                streams_by_name.setdefault(name, []).extend(answers)
+                speed, answers = runner.run(run_all(source, streams, STREAMS[streams]))
+                answers_by_name.setdefault(name, []).extend(answers)
                 texts = {
                     answer.text
-                    for key in streams_by_name
+                    for key in answers_by_name
                     if key.endswith(f"{streams}")
-                    for answer in streams_by_name[key]
+                    for answer in answers_by_name[key]
                 }
                 if len(texts) != 1:
                     raise AssertionError(f"the answers of {name} differ: {texts}")
@@ -60,9 +60,9 @@ def run(log: Log) -> Report:
 
         samples = interleaved(
             {
-                f"{path}{streams}": measure(f"{path}{streams}", stream_source, streams)
+                f"{path}{streams}": measure(f"{path}{streams}", source, streams)
                 for streams in STREAMS
-                for path, stream_source in stream_sources.items()
+                for path, source in sources.items()
             },
             log,
             ROUNDS_OF_ONE,
@@ -71,7 +71,7 @@ def run(log: Log) -> Report:
         runner.run(caller.close())
     middle = medians(samples)
     firsts = {
-        name: statistics.median(answer.first_s for answer in answers) for name, answers in streams_by_name.items()
+        name: statistics.median(answer.first_s for answer in answers) for name, answers in answers_by_name.items()
     }
     return Report(
         experiment="gateway_overhead",
@@ -79,7 +79,7 @@ def run(log: Log) -> Report:
         rows=[
             row
             for streams in STREAMS
-            for path in stream_sources
+            for path in sources
             for row in (
                 Row(configuration=f"{path}, {streams} at once", value=middle[f"{path}{streams}"], unit="tok/s"),
                 Row(configuration="its first token, median", value=firsts[f"{path}{streams}"] * 1e3, unit="ms"),

@@ -20,14 +20,9 @@ def run(log: Log) -> Report:
     model = smollm2(log)
     prompts = prompts_of(max(STREAMS))
     with users_on_peers(model, 2, "--engine", "stateful") as sync_users:
-        reference_texts = [sync_users.write(prompt, TOKENS).ids for prompt in prompts]
+        expected = [sync_users.write(prompt, TOKENS).ids for prompt in prompts]
         samples = interleaved(
-            {
-                f"streams{n}": partial(sync_users.generate_concurrently, prompts[:n], reference_texts[:n])
-                for n in STREAMS
-            },
-            log,
-            ROUNDS,
+            {f"streams{n}": partial(sync_users.run_all, prompts[:n], expected[:n]) for n in STREAMS}, log, ROUNDS
         )
     middle = medians(samples)
     return Report(

@@ -32,19 +32,17 @@ def run(log: Log) -> Report:
     draft_s = COST_SHARE / single.write(prompts[0], TOKENS)[0]
     spans = even_spans(model, 2)
     with users_on_peers(model, 2, spans=spans) as sync_users, busy_stages(model, spans, "accuracy") as busy:
-        reference_texts = [sync_users.write(prompt, TOKENS).ids for prompt in prompts]
+        expected = [sync_users.write(prompt, TOKENS).ids for prompt in prompts]
 
         def with_drafts() -> float:
-            guessers = [
-                _guesser([*prompt, *ids], draft_s) for prompt, ids in zip(prompts, reference_texts, strict=True)
-            ]
-            return sync_users.generate_concurrently(prompts, reference_texts, guessers)
+            guessers = [_guesser([*prompt, *ids], draft_s) for prompt, ids in zip(prompts, expected, strict=True)]
+            return sync_users.run_all(prompts, expected, guessers)
 
         samples = interleaved(
             {
                 "mono": lambda: single.speed(prompts[0], TOKENS),
-                "one_stream": partial(sync_users.generate_concurrently, prompts[:1], reference_texts[:1]),
-                "two_streams": partial(sync_users.generate_concurrently, prompts, reference_texts),
+                "one_stream": partial(sync_users.run_all, prompts[:1], expected[:1]),
+                "two_streams": partial(sync_users.run_all, prompts, expected),
                 "never_idle": lambda: busy.speed(2),
                 "two_streams_drafts": with_drafts,
             },

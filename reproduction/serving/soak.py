@@ -47,34 +47,33 @@ _MIB = 1 << 20
 def run(log: Log) -> Report:
     model = smollm2(log)
     with pinned_swarm(model, even_spans(model, 3), "--kv-tokens", str(KV_TOKENS)) as swarm:
-        return asyncio.run(_soak(model, swarm, log, SECONDS, USERS, KILL_EVERY_S))
+        return asyncio.run(_soak(model, swarm, log))
 
 
-async def _soak(model: Model, swarm: LocalSwarm, log: Log, seconds: float, users: int, kill_every_s: float) -> Report:
-    rng, prompts = random.Random(0), prompts_of(3 * users)
+async def _soak(model: Model, swarm: LocalSwarm, log: Log) -> Report:
+    rng, prompts = random.Random(0), prompts_of(3 * USERS)
     done = {"texts": 0, "left": 0, "repairs": 0, "wrong": 0}
-    stable_peers = list(swarm.members)
+    stable = list(swarm.members)
     async with open_users(model, swarm.addresses, ClientConfig(prefix_key="soak")) as swarm_users:
-        reference_texts = {tuple(prompt): (await swarm_users.write(prompt, TOKENS)).ids for prompt in prompts}
+        expected = {tuple(prompt): (await swarm_users.write(prompt, TOKENS)).ids for prompt in prompts}
         for turn in range(-(-KV_TOKENS // LONG_PROMPT_TOKENS)):
             await swarm_users.write(_long_prompt(prompts, turn), TOKENS)
-        single = [_resources(member) for member in stable_peers]
-        run_user = functools.partial(_run_user, swarm_users, prompts, reference_texts, rng, done)
-        await _run_users(run_user, users, time.monotonic() + _WARM_UP_SHARE * seconds)
-        before = [_resources(member) for member in stable_peers]
+        single = [_resources(member) for member in stable]
+        run_user = functools.partial(_run_user, swarm_users, prompts, expected, rng, done)
+        await _run_users(run_user, time.monotonic() + _WARM_UP_SHARE * SECONDS)
+        before = [_resources(member) for member in stable]
         spares = [
-            swarm.join(model.package, span, initial=[stable_peers[0].address])
-            for span in even_spans(model, len(stable_peers))
+            swarm.join(model.package, span, initial=[stable[0].address]) for span in even_spans(model, len(stable))
         ]
         await asyncio.to_thread(swarm.wait, spares)
-        memory_samples: list[list[float]] = []
-        until = time.monotonic() + seconds
+        samples: list[list[float]] = []
+        until = time.monotonic() + SECONDS
         async with asyncio.TaskGroup() as group:
-            group.create_task(_run_users(run_user, users, until))
-            group.create_task(_kill_spares(swarm, model, spares, until, kill_every_s, log))
-            group.create_task(_record_memory(stable_peers, memory_samples, done, until, log))
+            group.create_task(_run_users(run_user, until))
+            group.create_task(_kill_spares(swarm, model, spares, until, log))
+            group.create_task(_record_memory(stable, samples, done, until, log))
         records = await _final_records(model, swarm)
-        after = [_resources(member) for member in stable_peers]
+        after = [_resources(member) for member in stable]
     not_released = [
         record for record in records if record.sessions or record.queue or (record.work and record.work.blocks_used)
     ]
@@ -94,19 +93,15 @@ async def _soak(model: Model, swarm: LocalSwarm, log: Log, seconds: float, users
             Row(configuration="users who gave up", value=done["left"], unit="users"),
             Row(configuration="repairs", value=done["repairs"], unit="routes"),
             Row(configuration="sessions and blocks left", value=len(not_released), unit="peers"),
-            Row(
-                configuration="file descriptors more, at most",
-                value=files,
-                unit="of a peer",
-            ),
-            *_memory_rows(single, before, memory_samples, after),
+            Row(configuration="file descriptors more, at most", value=files, unit="of a peer"),
+            *_memory_rows(single, before, samples, after),
         ],
         ratios={"memory_after_vs_before": memory_growth},
         goals={"memory_after_vs_before": ("<=", 1.1)},
         notes=[
             "resident memory of the stable peer that grew most",
-            f"{users} users at a time, for {_WARM_UP_SHARE * seconds:.0f} s of warm-up and {seconds:.0f} s after it, "
-            f"when a spare is killed every {kill_every_s:.0f} s",
+            f"{USERS} users at a time, for {_WARM_UP_SHARE * SECONDS:.0f} s of warm-up and {SECONDS:.0f} s after it, "
+            f"when a spare is killed every {KILL_EVERY_S:.0f} s",
         ],
     )
 
@@ -114,16 +109,13 @@ async def _soak(model: Model, swarm: LocalSwarm, log: Log, seconds: float, users
 def _memory_rows(
     single: Sequence[tuple[float, int]],
     before: Sequence[tuple[float, int]],
-    memory_samples: Sequence[Sequence[float]],
+    samples: Sequence[Sequence[float]],
     after: Sequence[tuple[float, int]],
 ) -> list[Row]:
     """The memory of the peer that grew most, at the start, during the run and at the end."""
     worst = max(range(len(before)), key=lambda at: after[at][0] / before[at][0])
     times = {"one user at a time": single[worst][0], "after a first crowd": before[worst][0]}
-    times |= {
-        f"{share:.0%} of the time": memory_samples[int(share * (len(memory_samples) - 1))][worst]
-        for share in _MEMORY_SHARES
-    }
+    times |= {f"{share:.0%} of the time": samples[int(share * (len(samples) - 1))][worst] for share in _MEMORY_SHARES}
     times["all have left"] = after[worst][0]
     return [Row(configuration=f"memory, {when}", value=resident / _MIB, unit="MiB") for when, resident in times.items()]
 
@@ -134,22 +126,22 @@ def _long_prompt(prompts: Sequence[list[int]], turn: int) -> list[int]:
     return (ids * -(-LONG_PROMPT_TOKENS // len(ids)))[:LONG_PROMPT_TOKENS]
 
 
-async def _run_users(run_user: Callable[[], Awaitable[None]], users: int, until: float) -> None:
-    """Run `users` concurrent users until the time `until`."""
+async def _run_users(run_user: Callable[[], Awaitable[None]], until: float) -> None:
+    """Run `USERS` concurrent users until the time `until`."""
 
     async def user() -> None:
         while time.monotonic() < until:
             await run_user()
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(users):
+        for _ in range(USERS):
             group.create_task(user())
 
 
 async def _run_user(
     swarm_users: Users,
     prompts: Sequence[list[int]],
-    reference_texts: dict[tuple[int, ...], tuple[int, ...]],
+    expected: dict[tuple[int, ...], tuple[int, ...]],
     rng: random.Random,
     done: dict[str, int],
 ) -> None:
@@ -165,16 +157,14 @@ async def _run_user(
     written = await generation
     done["texts"] += 1
     done["repairs"] += written.repairs
-    done["wrong"] += written.ids != reference_texts[tuple(prompt)]
+    done["wrong"] += written.ids != expected[tuple(prompt)]
 
 
-async def _kill_spares(
-    swarm: LocalSwarm, model: Model, spares: list[Member], until: float, every_s: float, log: Log
-) -> None:
+async def _kill_spares(swarm: LocalSwarm, model: Model, spares: list[Member], until: float, log: Log) -> None:
     for turn in range(1 << 20):
-        if time.monotonic() + every_s > until:
+        if time.monotonic() + KILL_EVERY_S > until:
             return
-        await asyncio.sleep(every_s)
+        await asyncio.sleep(KILL_EVERY_S)
         victim = spares[turn % len(spares)]
         log(f"killing {victim.name} ({victim.span})")
         await asyncio.to_thread(victim.kill)
@@ -184,12 +174,12 @@ async def _kill_spares(
 
 
 async def _record_memory(
-    stable_peers: Sequence[Member], memory_samples: list[list[float]], done: dict[str, int], until: float, log: Log
+    stable: Sequence[Member], samples: list[list[float]], done: dict[str, int], until: float, log: Log
 ) -> None:
     """Record the memory of the stable peers, and log the state."""
     while time.monotonic() < until:
-        memory_samples.append([_resources(member)[0] for member in stable_peers])
-        resident = ", ".join(f"{resident / _MIB:.0f}" for resident in memory_samples[-1])
+        samples.append([_resources(member)[0] for member in stable])
+        resident = ", ".join(f"{resident / _MIB:.0f}" for resident in samples[-1])
         log(", ".join(f"{count} {what}" for what, count in done.items()) + f"; {resident} MiB")
         await asyncio.sleep(min(_SAMPLE_PERIOD_S, max(until - time.monotonic(), 0.1)))
 

@@ -24,22 +24,15 @@ def run(log: Log) -> Report:
     samples: dict[str, list[float]] = {}
     for engine in ENGINES:
         with users_on_peers(model, STAGES, "--engine", engine) as sync_users:
-            reference_texts = [sync_users.write(prompt, TOKENS).ids for prompt in prompts]
-            users = {
-                f"{engine}{n}": partial(sync_users.generate_concurrently, prompts[:n], reference_texts[:n])
-                for n in (1, STAGES)
-            }
+            expected = [sync_users.write(prompt, TOKENS).ids for prompt in prompts]
+            users = {f"{engine}{n}": partial(sync_users.run_all, prompts[:n], expected[:n]) for n in (1, STAGES)}
             samples |= interleaved(users, log, ROUNDS)
     middle = medians(samples)
     return Report(
         experiment="three_stages",
         machine=machine(),
         rows=[
-            Row(
-                configuration=f"{engine}, {n} user{'s' * (n > 1)}",
-                value=middle[f"{engine}{n}"],
-                unit="tok/s",
-            )
+            Row(configuration=f"{engine}, {n} user{'s' * (n > 1)}", value=middle[f"{engine}{n}"], unit="tok/s")
             for engine in ENGINES
             for n in (1, STAGES)
         ],
