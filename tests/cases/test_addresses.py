@@ -95,7 +95,7 @@ def test_a_peer_retries_and_joins_when_the_bootstrap_starts(smollm2_package: Pat
         assert all(address in peer.log.read_text() for address in addresses)
         bootstrap = swarm.bootstrap(listen=addresses[1])
         swarm.wait()
-        digest = digest_of_event(peer.event("announced"))
+        digest = digest_of(swarm)
         done = run_swarm("models", "--initial-peer", bootstrap.address, "--json")
         assert done.returncode == 0, done.stderr
         assert [model["digest"] for model in json.loads(done.stdout)["models"]] == [digest]
@@ -106,12 +106,6 @@ def test_a_peer_retries_and_joins_when_the_bootstrap_starts(smollm2_package: Pat
         assert done.returncode == 0, done.stderr
         assert [model["digest"] for model in json.loads(done.stdout)["models"]] == [digest]
         assert "Traceback" not in peer.log.read_text()
-
-
-def digest_of_event(announced: dict[str, Any] | None) -> str:
-    assert announced is not None
-    digest: str = announced["model"]["digest"]
-    return digest
 
 
 def free_port() -> int:

@@ -20,6 +20,7 @@ from swarm.transport.address import Address
 from swarm.transport.identity import Identity
 from swarm.transport.stream import Stream, listen
 from swarm.wire.messages import Hello
+from tests.cases.observer import eventually
 from tests.swarm.discovery.toy_query_peer import HELLO, model_record, peer_record, teller
 
 DIGEST = "0123456789abcdef" * 4
@@ -33,15 +34,6 @@ def run(test: Awaitable[None]) -> None:
             await test
 
     asyncio.run(bounded())
-
-
-async def until(condition: Callable[[], Awaitable[Any]], what: str) -> Any:
-    deadline = time.monotonic() + 20
-    while not (value := await condition()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"still not: {what}")
-        await asyncio.sleep(0.01)
-    return value
 
 
 def make_announcer(
@@ -115,7 +107,7 @@ def test_records_are_refreshed_with_current_values() -> None:
             return any(record.queue > 4 for record in await find_peers(directory, DIGEST, now=time.time()))
 
         async with running(announcer):
-            await until(refreshed, "the record is refreshed")
+            await eventually(refreshed, "the record is refreshed")
 
     run(test())
 
@@ -145,7 +137,7 @@ def test_leaving_is_published_at_once_and_nothing_after_it() -> None:
 
         async with asyncio.TaskGroup() as group:
             group.create_task(announcer.run())  # leave() ends it.
-            await until(announced, "announced")
+            await eventually(announced, "announced")
             await announcer.leave()
             *before, last = (notice for notice in directory.accepted if notice.topic == DIGEST)
             [record] = await find_peers(directory, DIGEST, now=time.time())
@@ -190,7 +182,7 @@ def test_a_directory_that_fails_is_retried() -> None:
         async with running(announcer):
             await asyncio.sleep(0.1)
             directory.failure = ""
-            await until(announced, "announced after all")
+            await eventually(announced, "announced after all")
 
     run(test())
 
@@ -209,13 +201,14 @@ def test_links_to_other_peers_are_measured_and_announced() -> None:
                 return mine[0] if mine and len(mine[0].links) == 2 else None
 
             async with running(make_announcer(directory, identity)):
-                record = await until(measured, "both links are measured")
+                record = await eventually(measured, "both links are measured")
+                assert record is not None
                 assert 0 < record.links[near.identity.peer_id].rtt_s < 10
                 assert record.links[near.identity.peer_id].bytes_per_s > 0
                 assert record.links[dead.peer_id].rtt_s == math.inf
                 assert identity.peer_id not in record.links
                 connections = near.connections
-                await until(later_than(directory, identity, record.announced_at), "a later record")
+                await eventually(later_than(directory, identity, record.announced_at), "a later record")
                 assert near.connections == connections == 1  # The channel stays open.
 
     run(test())
@@ -242,17 +235,17 @@ def test_a_link_is_unreachable_when_its_peer_dies_and_removed_with_its_record() 
         async with running(announcer):
             async with teller(directory, identity=other) as near:
                 await near.announce(DIGEST)
-                await until(lambda: link_is(math.isfinite), "the link is measured")
-            await until(lambda: link_is(math.isinf), "the link is unreachable")
+                await eventually(lambda: link_is(math.isfinite), "the link is measured")
+            await eventually(lambda: link_is(math.isinf), "the link is unreachable")
             async with teller(directory, identity=other, incarnation=2) as again:
                 await again.announce(DIGEST, incarnation=2, announced_at=now + 1, expires_at=now + 31)
-                await until(lambda: link_is(math.isfinite), "the link to the restarted peer is measured")
+                await eventually(lambda: link_is(math.isfinite), "the link to the restarted peer is measured")
             now += 60
 
             async def removed() -> bool:
                 return other.peer_id not in announcer.links
 
-            await until(removed, "the link is removed")
+            await eventually(removed, "the link is removed")
 
     run(test())
 
@@ -268,7 +261,7 @@ def test_a_peer_with_another_id_at_the_address_counts_as_unreachable() -> None:
                 return other.peer_id in announcer.links
 
             async with running(announcer):
-                await until(measured, "measured")
+                await eventually(measured, "measured")
                 assert announcer.links[other.peer_id].rtt_s == math.inf
 
     run(test())
@@ -294,7 +287,7 @@ def test_an_unusual_refusal_by_one_peer_does_not_stop_the_other_measurements() -
                 return len(announcer.links) == 2
 
             async with running(announcer):
-                await until(measured, "both are measured")
+                await eventually(measured, "both are measured")
                 assert announcer.links[odd.peer_id].rtt_s == math.inf
                 assert announcer.links[near.identity.peer_id].reachable
         await listener.close()
@@ -313,12 +306,12 @@ def test_cancelling_closes_all_channels() -> None:
                 return bool(announcer.links)
 
             async with running(announcer):
-                await until(measured, "measured")
+                await eventually(measured, "measured")
 
             async def all_closed() -> bool:
                 return near.listener.connections == 0
 
-            await until(all_closed, "no connection is left")
+            await eventually(all_closed, "no connection is left")
         assert announcer.links == {}
 
     run(test())

@@ -78,29 +78,19 @@ def manifest_of(package: Path) -> Manifest:
     return Manifest.from_json((package / MANIFEST).read_bytes())
 
 
-def record_of(host: Host, manifest: Manifest, shared_files: SharedFiles, span: LayerRange) -> PeerRecord:
-    engine = ToyEngine(span)
-    serving = Serving(manifest=manifest, engine=engine, limits=SessionLimits(kv_total=10))
-    tested = SelfTest(numerics="f32/f32", layer_time_s=1e-3, prefill_time_s=1e-4)
-    announcement = Announcement.of(
-        serving, shared_files, tested, peer_id=host.identity.peer_id, incarnation=1, device="CPU"
-    )
-    load = Load(kv_free=10, kv_total=10, sessions=0, queue=0, state="serving", layer_time_s=None, prefill_time_s=None)
-    record = announcement.record(load, name="toy", addresses=[host.address.place])
-    now = time.time()
-    return replace(record, announced_at=now, expires_at=now + 100)
-
-
 async def publish(
     directory: MemoryDirectory, host: Host, manifest: Manifest, shared_files: SharedFiles, span: LayerRange
 ) -> None:
-    record = record_of(host, manifest, shared_files, span)
-    await directory.publish(record.seal(host.identity))
     serving = Serving(manifest=manifest, engine=ToyEngine(span), limits=SessionLimits(kv_total=10))
     tested = SelfTest(numerics="f32/f32", layer_time_s=1e-3, prefill_time_s=1e-4)
     announcement = Announcement.of(
         serving, shared_files, tested, peer_id=host.identity.peer_id, incarnation=1, device="CPU"
     )
+    load = Load(kv_free=10, kv_total=10, sessions=0, queue=0, state="serving", layer_time_s=None, prefill_time_s=None)
+    now = time.time()
+    record = announcement.record(load, name="toy", addresses=[host.address.place])
+    record = replace(record, announced_at=now, expires_at=now + 100)
+    await directory.publish(record.seal(host.identity))
     await directory.publish(replace(announcement.model(), expires_at=record.expires_at).seal(host.identity))
 
 
