@@ -148,7 +148,7 @@ def bootstrap(
     _run(config, as_json=as_json, verbose=verbose)
 
 
-def messages() -> Console:
+def stderr_console() -> Console:
     """The console on stderr. No markup: names and addresses come from other machines."""
     return Console(stderr=True, markup=False, emoji=False, highlight=False)
 
@@ -211,7 +211,7 @@ def _run(config: JoinConfig, *, as_json: bool, verbose: int) -> None:
     from peer.lifecycle.join import join as run_peer
     from peer.lifecycle.shutdown import Interrupted
 
-    console = messages()
+    console = stderr_console()
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
     # RichHandler wraps lines and keeps progress bars intact; a file gets whole lines.
     handler = RichHandler(console=console, show_path=False) if console.is_terminal else logging.StreamHandler()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from peer.cli import ConsoleReport, join, messages
+from peer.cli import ConsoleReport, join, stderr_console
 from peer.config import JoinConfig
 from swarm.process.child_process import module_environment
 from tests.harness import run_swarm
@@ -18,7 +18,7 @@ from tests.harness import run_swarm
 
 @pytest.mark.parametrize("text", ["listening at [::1]:31337", "[red]x[/b] starts as peer :smile:"])
 def test_names_and_addresses_are_printed_without_markup(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    report = ConsoleReport(messages(), as_json=False)
+    report = ConsoleReport(stderr_console(), as_json=False)
     report.phase("started", text)
     report.message(text)
     with report.progress_bar(text) as progress:
@@ -28,8 +28,8 @@ def test_names_and_addresses_are_printed_without_markup(text: str, capsys: pytes
 
 REPORT_TO_CLOSED_PIPES = """
 import os, sys
-from peer.cli import ConsoleReport, messages
-report = ConsoleReport(messages(), as_json=True)
+from peer.cli import ConsoleReport, stderr_console
+report = ConsoleReport(stderr_console(), as_json=True)
 for phase in ("started", "announced", "leaving"):
     report.phase(phase, phase, address="10.0.0.7:1")
     report.message("message")
