@@ -17,8 +17,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from peer.config import JoinConfig, parse_bytes
-from peer.report import Progress as Hear
-from peer.report import Report
+from peer.report import ProgressCallback, Report
 from swarm.engine.choice import EngineChoice
 from swarm.engine.memory import one_heap
 from swarm.model.numerics import Precision
@@ -33,20 +32,20 @@ InitialPeers = Annotated[
 ]
 Listen = Annotated[
     str | None,
-    typer.Option(metavar="HOST:PORT", help="Where to listen; otherwise 0.0.0.0:31337, or the next free port."),
+    typer.Option(metavar="HOST:PORT", help="Address to listen on. Default: 0.0.0.0:31337, or the next free port."),
 ]
 DhtPort = Annotated[
-    int | None, typer.Option(metavar="PORT", help="Where its DHT node listens; otherwise the listening port + 1000.")
+    int | None, typer.Option(metavar="PORT", help="Port of its DHT node. Default: the listening port + 1000.")
 ]
 IdentityFile = Annotated[
-    Path | None, typer.Option(help="This peer's key; made if it is not there. Otherwise one of this user's.")
+    Path | None, typer.Option(help="File with this peer's key, created if missing. Default: a key of this user.")
 ]
-Name = Annotated[str, typer.Option(help="What others see; otherwise this host's name.")]
+Name = Annotated[str, typer.Option(help="Name that others see. Default: the host name.")]
 Wait = Annotated[
-    float | None, typer.Option(help="Seconds to try initial peers that do not answer; otherwise for ever.")
+    float | None, typer.Option(help="Seconds to retry initial peers that do not answer. Default: for ever.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a phase, the last with the address.")]
-Verbose = Annotated[int, typer.Option("--verbose", "-v", count=True, help="Log sessions; twice, everything.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object per phase; the last has the address.")]
+Verbose = Annotated[int, typer.Option("--verbose", "-v", count=True, help="Log sessions; twice: log everything.")]
 
 
 def join(
@@ -66,43 +65,44 @@ def join(
         typer.Option(help="paged: many sessions at once; stateful: one after another; static: NPUs; auto: what works."),
     ] = "auto",
     max_memory: Annotated[
-        str | None, typer.Option(metavar="6GB", help="What it may take in all; otherwise 70 % of what is free.")
+        str | None, typer.Option(metavar="6GB", help="Memory limit of this peer. Default: 70 % of the free memory.")
     ] = None,
-    kv_tokens: Annotated[int | None, typer.Option(help="The most tokens of KV cache, over all sessions.")] = None,
+    kv_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of KV cache, over all sessions.")] = None,
     kv_memory: Annotated[
-        str | None, typer.Option(metavar="2GB", help="The most memory for KV cache; otherwise what is left.")
+        str | None, typer.Option(metavar="2GB", help="Maximum memory for KV cache. Default: what the span leaves.")
     ] = None,
     kv_spill: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Put caches of pausing sessions there when others need the room.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Move the KV cache of paused sessions there when others need memory."),
     ] = None,
-    kv_spill_size: Annotated[str, typer.Option(metavar="8GB", help="The most that --kv-spill may take.")] = "8GB",
+    kv_spill_size: Annotated[str, typer.Option(metavar="8GB", help="Maximum disk space for --kv-spill.")] = "8GB",
     shared_prefixes: Annotated[
-        bool, typer.Option(help="Keep the cache of texts that ended, for sessions that begin alike.")
+        bool, typer.Option(help="Keep the KV cache of ended sessions for sessions with the same prefix.")
     ] = True,
     threads: Annotated[int, typer.Option(help="Compute threads; 0 leaves the choice to OpenVINO.")] = 0,
     identity: IdentityFile = None,
     name: Name = "",
-    cache_dir: Annotated[Path | None, typer.Option(help="Where fetched files and compiled graphs go.")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="Directory for fetched files and compiled graphs.")] = None,
     wait: Wait = None,
     grace: Annotated[
-        float, typer.Option(help="Seconds that sessions have to move on when it leaves.")
+        float, typer.Option(help="Seconds that a leaving peer gives its sessions to move on.")
     ] = JoinConfig.grace_s,
     metrics: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Where Prometheus finds this peer's /metrics, open to who reaches it."),
+        typer.Option(metavar="HOST:PORT", help="Address of /metrics for Prometheus, without access control."),
     ] = None,
     as_json: AsJson = False,
     verbose: Verbose = 0,
 ) -> None:
     """Serve layers of a model: begin a swarm, or join one with --initial-peer.
 
-    Ctrl-C leaves: it is announced at once and sessions move on. Ctrl-C twice leaves at once.
+    Ctrl-C announces that this peer leaves and lets its sessions move on. Ctrl-C twice leaves at once.
     """
     config = JoinConfig(
         package=package,
         layers=None if layers == "auto" else LayerRange.parse(layers),
         initial_peers=_addresses(initial_peer),
-        listen=_listen(listen),
+        listen=_listen_address(listen),
         dht_port=dht_port,
         device=device,
         engine=engine,
@@ -119,7 +119,7 @@ def join(
         cache_dir=cache_dir or cache_folder(),
         wait_s=wait,
         grace_s=grace,
-        metrics=_listen(metrics),
+        metrics=_listen_address(metrics),
     )
     _run(config, as_json=as_json, verbose=verbose)
 
@@ -134,11 +134,11 @@ def bootstrap(
     as_json: AsJson = False,
     verbose: Verbose = 0,
 ) -> None:
-    """Keep a swarm's directory alive without serving layers: a first address that stays."""
+    """Keep a swarm's directory alive without serving layers: an initial peer that stays."""
     config = JoinConfig(
         package=None,
         initial_peers=_addresses(initial_peer),
-        listen=_listen(listen),
+        listen=_listen_address(listen),
         dht_port=dht_port,
         identity=identity,
         name=name,
@@ -148,8 +148,8 @@ def bootstrap(
     _run(config, as_json=as_json, verbose=verbose)
 
 
-def messages() -> Console:
-    """Stderr, without markup: names and addresses come from people and from other machines."""
+def stderr_console() -> Console:
+    """The console on stderr. No markup: names and addresses come from other machines."""
     return Console(stderr=True, markup=False, emoji=False, highlight=False)
 
 
@@ -161,22 +161,22 @@ class ConsoleReport:
         self._as_json = as_json
 
     def phase(self, phase: str, text: str, /, **facts: object) -> None:
-        with _read_or_not(sys.stderr):
+        with _survive_closed(sys.stderr):
             self._console.print(text, soft_wrap=True, style="bold" if phase == "announced" else None)
             if phase == "announced" and not self._as_json:
                 self._console.print("others join with --initial-peer and this address:", style="dim")
-        with _read_or_not(sys.stdout):
+        with _survive_closed(sys.stdout):
             if self._as_json:
                 typer.echo(json.dumps({"phase": phase, **facts}))
             elif phase == "announced":
                 typer.echo(str(facts["address"]))
 
-    def say(self, text: str) -> None:
-        with _read_or_not(sys.stderr):
+    def message(self, text: str) -> None:
+        with _survive_closed(sys.stderr):
             self._console.print(text, soft_wrap=True, style="yellow")
 
     @contextmanager
-    def bar(self, text: str) -> Iterator[Hear]:
+    def progress_bar(self, text: str) -> Iterator[ProgressCallback]:
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         with Progress(
             *columns,
@@ -190,33 +190,35 @@ class ConsoleReport:
 
 
 @contextmanager
-def _read_or_not(stream: TextIO) -> Iterator[None]:
-    """That nobody reads it any more (`swarm join --json | grep -m1 announced`, a terminal that was closed, a full
-    disk) is no reason for a peer to end: what follows goes nowhere, and it still leaves as it should."""
+def _survive_closed(stream: TextIO) -> Iterator[None]:
+    """Redirect `stream` to /dev/null when it cannot be written any more, so that the peer runs on.
+
+    Examples: `swarm join --json | grep -m1 announced`, a closed terminal, a full disk.
+    """
     try:
         yield
-    except (OSError, SystemExit):  # rich's word for a closed pipe is an exit
-        nowhere = os.open(os.devnull, os.O_WRONLY)
+    except (OSError, SystemExit):  # rich exits on a closed pipe.
+        devnull = os.open(os.devnull, os.O_WRONLY)
         try:
-            os.dup2(nowhere, stream.fileno())
+            os.dup2(devnull, stream.fileno())
         finally:
-            os.close(nowhere)
+            os.close(devnull)
 
 
 def _run(config: JoinConfig, *, as_json: bool, verbose: int) -> None:
     one_heap()
-    # imported now, not above: `swarm join --help` need not wait for OpenVINO
-    from peer.lifecycle.join import join as run
+    # Imported late: `swarm join --help` must not wait for OpenVINO.
+    from peer.lifecycle.join import join as run_peer
     from peer.lifecycle.shutdown import Interrupted
 
-    console = messages()
+    console = stderr_console()
     level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
-    # a terminal gets lines that fit it and spare the bars; a file gets them whole
+    # RichHandler wraps lines and keeps progress bars intact; a file gets whole lines.
     handler = RichHandler(console=console, show_path=False) if console.is_terminal else logging.StreamHandler()
     logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
     report: Report = ConsoleReport(console, as_json=as_json)
     try:
-        event_loop.run(run(config, report))
+        event_loop.run(run_peer(config, report))
     except Interrupted as error:
         raise KeyboardInterrupt from error
 
@@ -225,5 +227,5 @@ def _addresses(texts: list[str] | None) -> tuple[Address, ...]:
     return tuple(Address.parse(text) for text in texts or ())
 
 
-def _listen(text: str | None) -> Address | None:
+def _listen_address(text: str | None) -> Address | None:
     return None if text is None else Address.parse(text, any_port=True)

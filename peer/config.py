@@ -1,4 +1,4 @@
-"""What a peer can be told: limits of its sessions, and everything that `swarm join` takes."""
+"""The configuration of a peer: the limits of its sessions, and the options of `swarm join`."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ def parse_bytes(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionLimits:
-    """What sessions may take. `kv_total` in tokens: the sum of what they reserve, or (where a session takes cache as
-    it grows, and can be told to begin again) of what they are expected to take, never exceeds it.
+    """Limits of the sessions on a peer.
 
-    `queue_steps` and `queue_bytes` bound the steps of one session that wait here, `all_queue_bytes`
-    those of all sessions together; one step always fits.
+    `kv_total` is the KV cache in tokens. With `reserves`, each session reserves its maximum at its opening and the sum
+    never exceeds `kv_total`. Without, a session takes cache as it grows and may be told to begin again; the sum of
+    what all sessions are expected to take never exceeds `kv_total`.
+
+    `queue_steps` and `queue_bytes` bound the waiting steps of one session, `all_queue_bytes` those of all sessions
+    together; one step always fits. A session that is idle for `idle_s` seconds is closed.
 
     >>> SessionLimits(kv_total=8192, per_connection=4).sessions
     256
@@ -62,13 +65,15 @@ class SessionLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinConfig:
-    """One `swarm join`, or with `package` None one `swarm bootstrap`.
+    """The options of `swarm join`, or of `swarm bootstrap` if `package` is None.
 
-    `package` is a directory, or the name or digest of a model that the swarm serves. `layers` None
-    chooses a span. `listen` None takes the default port or the next free one. `wait_s` bounds how long
-    unreachable initial peers are tried again; None keeps trying. `grace_s` is how long a leaving peer
-    waits for its sessions to move on. `dht_port` is where its DHT node listens: 0 any, None the listening port
-    plus 1000 where that is free. `metrics` is where Prometheus finds its page; None serves none.
+    package: a directory, or the name or digest of a model that the swarm serves
+    layers: None lets the peer choose its span
+    listen: None takes the default port or the next free one
+    dht_port: port of the DHT node; 0 takes any, None the listening port plus 1000 if it is free
+    wait_s: seconds to retry unreachable initial peers; None retries for ever
+    grace_s: seconds that a leaving peer waits for its sessions to move on
+    metrics: address of the metrics page; None serves none
 
     >>> JoinConfig(package="smollm2", initial_peers=(Address.parse("10.0.0.7:31337"),)).device
     'CPU'
@@ -101,7 +106,10 @@ class JoinConfig:
             raise ConfigError(f"precision is {self.precision!r}; it must be {' or '.join(PRECISIONS)}")
         kind = resolve_engine(self.engine, self.device)
         if self.kv_spill is not None and kind != "paged":
-            raise ConfigError(f"--kv-spill is for the paged engine, and this is the {kind} one: leave one of them out")
+            raise ConfigError(
+                f"--kv-spill needs the paged engine, and this peer runs the {kind} one: leave out --kv-spill, "
+                "or use --engine paged"
+            )
         if self.max_memory is not None and self.max_memory <= 0:
             raise ConfigError(f"max_memory is {self.max_memory!r}; it must be over 0 bytes")
         if self.kv_spill_size <= 0:
@@ -125,5 +133,5 @@ class JoinConfig:
 
     @property
     def engine_kind(self) -> EngineKind:
-        """What `engine` comes to on `device`."""
+        """The engine that `engine` selects on `device`."""
         return resolve_engine(self.engine, self.device)

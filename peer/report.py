@@ -1,4 +1,4 @@
-"""What a peer tells the person (or program) who started it."""
+"""The interface through which a peer reports its progress to the person or program that started it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-Progress = Callable[[int, int], None]
-"""Hears bytes done and bytes in all; may be called from any thread."""
+ProgressCallback = Callable[[int, int], None]
+"""Called with the bytes done and the total bytes, from any thread."""
 
 
 class Report(Protocol):
     def phase(self, phase: str, text: str, /, **facts: object) -> None:
-        """A phase was reached. `text` is for people, `facts` (JSON values) for programs."""
+        """Report that a phase is reached: `text` for people, `facts` (JSON values) for programs."""
 
-    def say(self, text: str) -> None:
-        """Something to know that is no phase: a warning, or what is waited for."""
+    def message(self, text: str) -> None:
+        """Report a warning, or what the peer waits for."""
 
-    def bar(self, text: str) -> AbstractContextManager[Progress]:
-        """Something that takes its time begins."""
+    def progress_bar(self, text: str) -> AbstractContextManager[ProgressCallback]:
+        """Show the progress of something that takes long."""

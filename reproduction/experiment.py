@@ -1,4 +1,4 @@
-"""What an experiment gives: rows to print beside the published figures, and ratios within the run."""
+"""The report of an experiment: rows with the published figures, and ratios within the run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.table import Table
 
 ROUNDS = 5
 ROUNDS_OF_ONE = 15
-"""Where one stream is compared: it varies by a tenth from one round to the next."""
-Say = Callable[[str], None]
+"""For comparisons of a single stream, which varies by a tenth between rounds."""
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """`goals` holds, for the ratios that have one, what is to be reached: (comparison, number)."""
+    """`goals` has (comparison, number) for each ratio with a goal."""
 
     experiment: str
     machine: Mapping[str, Any]
@@ -48,7 +48,7 @@ class Report:
         return json.dumps(plain, indent=2)
 
     def to_markdown(self) -> str:
-        """The same as `show`, for the documentation."""
+        """The content of `show` as Markdown, for the documentation."""
         lines = [f"### {self.experiment}", "", "| configuration | measured | unit | published |", "|---|--:|---|--:|"]
         for row in self.rows:
             published = "" if row.published is None else f"{row.published:g}"
@@ -60,7 +60,7 @@ class Report:
         return "\n".join([*lines, "", *(f"{note[0].upper()}{note[1:]}.  " for note in self.notes), ""])
 
     def verdict(self, ratio: str) -> str:
-        """`reached` or `NOT reached`, of a ratio that has a goal."""
+        """`reached` or `NOT reached`, for a ratio with a goal."""
         compare, goal = self.goals[ratio]
         reached = self.ratios[ratio] >= goal if compare == ">=" else self.ratios[ratio] <= goal
         return "reached" if reached else "NOT reached"
@@ -86,11 +86,11 @@ class Report:
 
 
 def interleaved(
-    configurations: Mapping[str, Callable[[], float]], say: Say, rounds: int = ROUNDS, *, warm_up: bool = True
+    configurations: Mapping[str, Callable[[], float]], log: Log, rounds: int = ROUNDS, *, warm_up: bool = True
 ) -> dict[str, list[float]]:
-    """Measure every configuration once a round, in turn, so that a drift of the machine meets all alike.
+    """Measure every configuration once per round: a drift of the machine affects all alike.
 
-    The order is reversed every other round. One round before, not counted, warms everything up, where that matters.
+    The order is reversed every other round. With `warm_up`, one more round comes first and is not counted.
     """
     samples: dict[str, list[float]] = {name: [] for name in configurations}
     for round_ in range(0 if warm_up else 1, rounds + 1):
@@ -99,12 +99,12 @@ def interleaved(
             value = configurations[name]()
             if round_:
                 samples[name].append(value)
-            say(f"round {round_} of {rounds}: {name} {value:.4g}")
+            log(f"round {round_} of {rounds}: {name} {value:.4g}")
     return samples
 
 
 def median_ratio(samples: Mapping[str, Sequence[float]], above: str, below: str) -> float:
-    """The median over the rounds of one configuration's value by another's of the same round."""
+    """The median over the rounds of the ratio of two configurations in the same round."""
     return statistics.median(a / b for a, b in zip(samples[above], samples[below], strict=True))
 
 

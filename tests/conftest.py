@@ -1,8 +1,8 @@
-"""What tests share: the demo model, its package, its unsplit graph, the text that this one writes; tiny models.
+"""Shared fixtures: the demo model, its package, its unsplit graph and the text that it generates; tiny models.
 
-What takes long to make is kept in the user's cache directory under a digest of what it is made from:
-the next run finds it, and a changed exporter makes it anew. `SWARM_DEMO_MODEL` names the GGUF file to
-take, `SWARM_TEST_PACKAGE` a package to take as it is.
+Artifacts that take long to build are cached in the user's cache directory under a digest of their inputs: a changed
+exporter builds them again. `SWARM_DEMO_MODEL` names the GGUF file to use, `SWARM_TEST_PACKAGE` a package to use
+unchanged.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ ROOT = Path(__file__).parent.parent
 GreedyReference = Callable[[Sequence[int], int], list[int]]
 ChatIds = Callable[[str], list[int]]
 
-_KEPT = 3
+_MAX_VERSIONS = 3
 _MAKE_IR = "import sys, openvino_genai; openvino_genai.LLMPipeline(sys.argv[1], 'CPU', enable_save_ov_model=True)"
 
 
-# A test that asks for one of these is marked `model`: `pytest -m "not model"` is the quick half.
-MODEL_FIXTURES = {"smollm2_gguf", "tiny_irs", "tiny_packages", "made_of_checkpoints"}
-# What the static graphs of the tests' packages attend to, in chunks of how much: (tiny, SmolLM2).
+# Tests that use one of these fixtures are marked `model`: `pytest -m "not model"` runs the fast ones.
+MODEL_FIXTURES = {"smollm2_gguf", "tiny_irs", "tiny_packages", "checkpoint_artifacts"}
+# (context, chunk) of the static graphs in the tests' packages.
 TINY_STATIC, SMOLLM2_STATIC = (48, 8), (64, 32)
 
 
@@ -49,7 +49,7 @@ def pytest_configure() -> None:
     telemetry.switch_off()
     _hide_broken_torchvision()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # a shell starts what goes to the background so; the tests of Ctrl-C, and the peers that they start, need it
+        # Shells ignore SIGINT for background jobs. The tests of Ctrl-C and the peers that they start need it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -60,10 +60,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _hide_broken_torchvision() -> None:
-    """optimum-intel brings torchvision, which works only beside the build of torch that it was made for.
+    """Hide torchvision from imports if its build differs from torch's.
 
-    Beside another (a CPU build, `+cpu`) its import fails, and that of transformers with it. Nothing here
-    needs it, and transformers does without where it is not there.
+    optimum-intel requires torchvision. With another build of torch (`+cpu`) its import fails, and with it that of
+    transformers, which works without torchvision.
     """
     try:
         builds = {version(name).partition("+")[2] for name in ("torch", "torchvision")}
@@ -81,37 +81,42 @@ def smollm2_gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_package(smollm2_gguf: Path, smollm2_ir: Path) -> Path:
-    """It as a model package: 30 layers. Read only; copy what a test damages.
+    """The model package of `smollm2_gguf`, with 30 layers. Read only; a test copies what it damages.
 
-    The file has been converted for `smollm2_ir`, and is not converted again. tests/swarm/app/test_demo.py holds this
-    package against the one that the exporter makes of the file alone.
+    Built from `smollm2_ir`, so that the file is converted only once. tests/swarm/app/test_demo.py compares this package
+    with the one that the exporter builds from the file.
     """
-    if given := os.environ.get("SWARM_TEST_PACKAGE"):
-        return Path(given)
+    if path := os.environ.get("SWARM_TEST_PACKAGE"):
+        return Path(path)
 
-    def converted(_path: Path, _architecture: str, scratch: Path) -> None:
+    def reuse_conversion(_path: Path, _architecture: str, scratch: Path) -> None:
         shutil.copytree(smollm2_ir.parent, scratch, symlinks=True, copy_function=os.link, dirs_exist_ok=True)
 
     def export(work: Path) -> None:
         from export.package.from_graph import export_package
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("export.sources.gguf._convert", converted)
+            patch.setattr("export.sources.gguf._convert", reuse_conversion)
             export_package(smollm2_gguf, work / "smollm2")
 
-    return _made("package", [*_exporter(), str(smollm2_ir).encode(), _stamp(smollm2_gguf)], export) / "smollm2"
+    return (
+        _build_cached("package", [*_exporter_sources(), str(smollm2_ir).encode(), _stamp(smollm2_gguf)], export)
+        / "smollm2"
+    )
 
 
 @pytest.fixture(scope="session")
 def smollm2_ir(smollm2_gguf: Path) -> Path:
-    """The unsplit graph, as openvino_genai writes it: `openvino_model.xml` with its tokenizers beside it."""
+    """The unsplit graph as openvino_genai writes it: `openvino_model.xml`, with the tokenizers in its folder."""
 
     def convert(work: Path) -> None:
         (work / "model.gguf").symlink_to(smollm2_gguf.resolve())
         command = [sys.executable, "-c", _MAKE_IR, str(work / "model.gguf")]
         subprocess.run(command, check=True, capture_output=True, timeout=300)
 
-    return _made("ir", [version("openvino-genai").encode(), _stamp(smollm2_gguf)], convert) / "openvino_model.xml"
+    return (
+        _build_cached("ir", [version("openvino-genai").encode(), _stamp(smollm2_gguf)], convert) / "openvino_model.xml"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -132,13 +137,13 @@ def smollm2_f16_package(smollm2_ir: Path, smollm2_package: Path) -> Path:
         (unpacked / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 128}))
         model = ov.Core().read_model(smollm2_ir)
         folding = Manager()
-        folding.register_pass(ConstantFolding())  # the 4-bit weights become f32
+        folding.register_pass(ConstantFolding())  # The 4-bit weights become f32.
         folding.run_passes(model)
         ov.save_model(model, unpacked / smollm2_ir.name, compress_to_fp16=True)
         export_package(unpacked, work / "smollm2", name=load_manifest(smollm2_package).name)
         shutil.rmtree(unpacked)
 
-    return _made("f16-package", [*_exporter(), str(smollm2_ir).encode()], export) / "smollm2"
+    return _build_cached("f16-package", [*_exporter_sources(), str(smollm2_ir).encode()], export) / "smollm2"
 
 
 @pytest.fixture(scope="session")
@@ -151,7 +156,7 @@ def smollm2_tokenizer(smollm2_ir: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def chat_ids(smollm2_tokenizer: Any) -> ChatIds:
-    """`chat_ids(question)`: what the model is fed for a chat of one message."""
+    """`chat_ids(question)`: the token ids of a chat of one message, with the model's own tokenizer and template."""
 
     def encode(question: str) -> list[int]:
         message = {"role": "user", "content": question}
@@ -164,9 +169,9 @@ def chat_ids(smollm2_tokenizer: Any) -> ChatIds:
 
 @pytest.fixture(scope="session")
 def greedy_reference(smollm2_ir: Path) -> GreedyReference:
-    """`greedy_reference(prompt_ids, n)`: the n ids that the unsplit model continues with, in f32.
+    """`greedy_reference(prompt_ids, n)`: the n token ids that the unsplit model generates greedily in f32.
 
-    The end-of-text id does not end it. Nothing of this project runs: that is what makes it a reference.
+    The end-of-text id does not end the text. No code of this project runs: this makes it a reference.
     """
     import numpy as np
     import openvino as ov
@@ -210,13 +215,13 @@ def tiny_irs() -> Mapping[str, Path]:
         run_module("tests.export.make_tiny", str(work))
 
     recipe = (ROOT / "tests" / "export" / "make_tiny.py").read_bytes()
-    folder = _made("tiny-irs", [recipe, version("optimum-intel").encode()], make)
+    folder = _build_cached("tiny-irs", [recipe, version("optimum-intel").encode()], make)
     return {ir.name: ir for ir in sorted(folder.iterdir()) if ir.is_dir()}
 
 
 @pytest.fixture(scope="session")
 def tiny_packages(tiny_irs: Mapping[str, Path]) -> Mapping[str, Path]:
-    """Family -> its package with kept weights. Read only; `mistral` has sliding windows."""
+    """Family -> its package with the original weights. Read only; `mistral` has sliding windows."""
 
     def make(work: Path) -> None:
         from export.package.from_graph import export_package
@@ -224,7 +229,9 @@ def tiny_packages(tiny_irs: Mapping[str, Path]) -> Mapping[str, Path]:
         for family, ir in tiny_irs.items():
             export_package(ir, work / family)
 
-    folder = _made("tiny-packages", [*_exporter(), *(str(ir).encode() for ir in tiny_irs.values())], make)
+    folder = _build_cached(
+        "tiny-packages", [*_exporter_sources(), *(str(ir).encode() for ir in tiny_irs.values())], make
+    )
     return {family: folder / family for family in tiny_irs}
 
 
@@ -236,7 +243,9 @@ def tiny_static_packages(tiny_packages: Mapping[str, Path]) -> Mapping[str, Path
         for family, package in tiny_packages.items():
             add_static(package, work / family, *TINY_STATIC)
 
-    folder = _made("tiny-static", [*_exporter(), *(str(path).encode() for path in tiny_packages.values())], make)
+    folder = _build_cached(
+        "tiny-static", [*_exporter_sources(), *(str(path).encode() for path in tiny_packages.values())], make
+    )
     return {family: folder / family for family in tiny_packages}
 
 
@@ -247,11 +256,11 @@ def smollm2_static_package(smollm2_package: Path) -> Path:
     def make(work: Path) -> None:
         add_static(smollm2_package, work / "smollm2", *SMOLLM2_STATIC)
 
-    return _made("smollm2-static", [*_exporter(), str(smollm2_package).encode()], make) / "smollm2"
+    return _build_cached("smollm2-static", [*_exporter_sources(), str(smollm2_package).encode()], make) / "smollm2"
 
 
 def add_static(package: Path, target: Path, context: int, chunk: int) -> None:
-    """A copy of `package` that has static graphs too."""
+    """Copy `package` to `target` and add static graphs."""
     from dataclasses import replace
 
     from export.graph.static import static_spec, write_static
@@ -264,35 +273,35 @@ def add_static(package: Path, target: Path, context: int, chunk: int) -> None:
 
 
 @pytest.fixture(scope="session")
-def made_of_checkpoints() -> Path:
-    """What `tests.export.export_checkpoints` makes: tiny random checkpoints, and their packages in f32."""
+def checkpoint_artifacts() -> Path:
+    """The output of `tests.export.export_checkpoints`: tiny random checkpoints, and their packages in f32."""
 
     def make(work: Path) -> None:
         run_module("tests.export.export_checkpoints", str(work))
 
     names = ("export_checkpoints.py", "make_checkpoints.py", "make_tiny.py")
     recipes = [(ROOT / "tests" / "export" / name).read_bytes() for name in names]
-    return _made("tiny-checkpoints", [*_exporter(), *recipes, version("transformers").encode()], make)
+    return _build_cached("tiny-checkpoints", [*_exporter_sources(), *recipes, version("transformers").encode()], make)
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoints(made_of_checkpoints: Path) -> Mapping[str, Path]:
-    """Family -> a tiny random checkpoint, `reference.json` beside it (`tests.export.make_checkpoints`)."""
-    return {path.name: path for path in sorted((made_of_checkpoints / "checkpoints").iterdir())}
+def tiny_checkpoints(checkpoint_artifacts: Path) -> Mapping[str, Path]:
+    """Family -> a tiny random checkpoint with its `reference.json` (`tests.export.make_checkpoints`)."""
+    return {path.name: path for path in sorted((checkpoint_artifacts / "checkpoints").iterdir())}
 
 
 @pytest.fixture(scope="session")
-def checkpoint_packages(made_of_checkpoints: Path) -> tuple[Mapping[str, Path], Mapping[str, str]]:
+def checkpoint_packages(checkpoint_artifacts: Path) -> tuple[Mapping[str, Path], Mapping[str, str]]:
     """(family -> the package of its tiny checkpoint in f32, family -> why it was refused)."""
-    found = sorted((made_of_checkpoints / "packages").iterdir())
+    found = sorted((checkpoint_artifacts / "packages").iterdir())
     packages = {path.name: path for path in found if (path / "manifest.json").exists()}
-    return packages, json.loads((made_of_checkpoints / "refused.json").read_text())
+    return packages, json.loads((checkpoint_artifacts / "refused.json").read_text())
 
 
 def run_module(module: str, *arguments: str) -> None:
-    """In a child: the imports take longer than the models, and torch stays out of this process.
+    """Run a module in a child process: its imports take long, and torch stays out of this process.
 
-    Started as this program starts itself, without OpenVINO's reports: each conversion would start a process for them.
+    `module_environment` switches off OpenVINO's telemetry, which would start a process for each conversion.
     """
     command = [*module_command(module), *arguments]
     done = subprocess.run(
@@ -303,11 +312,11 @@ def run_module(module: str, *arguments: str) -> None:
 
 
 def made(kind: str, make: Callable[[Path], None], *inputs: bytes) -> Path:
-    """The directory that `make` fills, made once for this exporter and these `inputs`."""
-    return _made(kind, [*_exporter(), *inputs], make)
+    """The directory that `make` fills, cached for this exporter and these `inputs`."""
+    return _build_cached(kind, [*_exporter_sources(), *inputs], make)
 
 
-def _exporter() -> list[bytes]:
+def _exporter_sources() -> list[bytes]:
     return [
         path.read_bytes() for path in sorted([*ROOT.glob("export/**/*.py"), ROOT / "swarm" / "model" / "manifest.py"])
     ]
@@ -317,15 +326,15 @@ def _stamp(path: Path) -> bytes:
     return f"{path.name} {path.stat().st_size}".encode()
 
 
-def _made(kind: str, inputs: Iterable[bytes], make: Callable[[Path], None]) -> Path:
-    """The directory that `make` fills, made once for these `inputs`."""
+def _build_cached(kind: str, inputs: Iterable[bytes], make: Callable[[Path], None]) -> Path:
+    """The directory that `make` fills, cached for these `inputs`."""
     digest = hashlib.sha256(b"\0".join(inputs)).hexdigest()[:16]
     folder = cache_folder() / "tests" / kind
     target = folder / digest
     with _lock(folder / "lock"):
         if not target.exists():
-            # another run, of other sources, may be using one of the latest
-            for stale in sorted(folder.glob("[0-9a-f]*"), key=lambda path: path.stat().st_mtime)[:-_KEPT]:
+            # The latest versions stay: a run of other sources may use them.
+            for stale in sorted(folder.glob("[0-9a-f]*"), key=lambda path: path.stat().st_mtime)[:-_MAX_VERSIONS]:
                 shutil.rmtree(stale)
             with tempfile.TemporaryDirectory(dir=folder, prefix=".making-") as work:
                 (Path(work) / kind).mkdir()

@@ -1,7 +1,7 @@
-"""Real processes for tests: commands, conditions to wait on, and hosts of their own.
+"""Real processes for tests: commands, conditions to wait for, and separate hosts.
 
-Peers are started by `swarm.app.local_swarm.LocalSwarm`. Nothing here decides by time: a wait is on a
-condition, and its limit is only there to end a test that will never pass.
+`swarm.app.local_swarm.LocalSwarm` starts the peers. Time never decides a test: each wait is for a condition, and its
+timeout only ends a test that cannot pass.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ PATIENCE_S = 120.0
 T = TypeVar("T")
 
 
-def swarm_command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "swarm", *words]
+def swarm_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "swarm", *arguments]
 
 
 def run_swarm(
-    *words: str, prefix: Sequence[str] = (), timeout: float = PATIENCE_S, text: str | None = None
+    *arguments: str, prefix: Sequence[str] = (), timeout: float = PATIENCE_S, text: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run one command to its end; `text` is its standard input. Its exit code is the caller's to check."""
+    """Run a command with `text` as standard input. The caller checks the exit code."""
     return subprocess.run(
-        [*prefix, *swarm_command(*words)],
+        [*prefix, *swarm_command(*arguments)],
         cwd=ROOT,
         input=text,
         capture_output=True,
@@ -46,12 +46,12 @@ def run_swarm(
     )
 
 
-def wait_until(condition: Callable[[], T], what: str, timeout: float = PATIENCE_S) -> T:
-    """What `condition` says, as soon as it says something true. Fails naming `what`."""
+def wait_until(condition: Callable[[], T], description: str, timeout: float = PATIENCE_S) -> T:
+    """The first true value of `condition`. Fails with `description` after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not (value := condition()):
         if time.monotonic() > deadline:
-            pytest.fail(f"after {timeout:.0f} s still not: {what}")
+            pytest.fail(f"after {timeout:.0f} s still not: {description}")
         time.sleep(0.02)
     return value
 
@@ -60,20 +60,20 @@ def wait_until(condition: Callable[[], T], what: str, timeout: float = PATIENCE_
 def local_swarm(
     folder: Path, package: Path, spans: Sequence[LayerRange | str] = (), *options: str
 ) -> Iterator[LocalSwarm]:
-    """A swarm of one peer a span, one thread each: the first began it, all have announced."""
+    """A swarm of one peer per span, with one thread each. All have announced; the first is the initial peer."""
     with LocalSwarm(folder, options=["--threads", "1", *options]) as swarm:
         swarm.serve(package, spans)
         yield swarm
 
 
 def family_of(member: Member) -> list[psutil.Process]:
-    """The peer and its daemon. Ask while it lives: later nothing says any more what was its."""
-    leader = psutil.Process(member.process.pid)
-    return [leader, *leader.children(recursive=True)]
+    """The process of a running peer and its children, such as its daemon."""
+    process = psutil.Process(member.process.pid)
+    return [process, *process.children(recursive=True)]
 
 
 def still_running(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Those that have not ended. A zombie has."""
+    """The processes that have not ended. A zombie has ended."""
     found = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -82,13 +82,13 @@ def still_running(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
-def listens(port: int) -> bool:
-    """Does anybody on this machine listen on this TCP port?"""
+def is_listening(port: int) -> bool:
+    """Whether a process on this machine listens on this TCP port."""
     return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in psutil.net_connections("tcp"))
 
 
 def ports_of(processes: Sequence[psutil.Process]) -> set[int]:
-    """The TCP ports on which they listen."""
+    """The TCP ports on which these processes listen."""
     return {
         connection.laddr.port
         for process in still_running(processes)
@@ -98,7 +98,7 @@ def ports_of(processes: Sequence[psutil.Process]) -> set[int]:
 
 
 class Hosts:
-    """Hosts of their own on this machine: network namespaces on one bridge, each with its own address.
+    """Separate hosts on this machine: network namespaces on a bridge, each with its own address.
 
     Needs root and iproute2; `Hosts.open` skips the test where they are missing.
     """
@@ -106,12 +106,12 @@ class Hosts:
     def __init__(self, names: Sequence[str]) -> None:
         tag = f"sw{os.getpid() % 100_000}"
         self._hub = f"{tag}-hub"
-        self._spaces = {name: f"{tag}-{name}" for name in names}
+        self._namespaces = {name: f"{tag}-{name}" for name in names}
         self.addresses = {name: f"10.213.7.{number}" for number, name in enumerate(names, 1)}
 
     def command(self, name: str) -> list[str]:
-        """What to put before a command to run it on this host."""
-        return ["ip", "netns", "exec", self._spaces[name]]
+        """The prefix of a command that runs it on this host."""
+        return ["ip", "netns", "exec", self._namespaces[name]]
 
     @classmethod
     @contextlib.contextmanager
@@ -123,26 +123,22 @@ class Hosts:
             hosts._build()
             yield hosts
         finally:
-            for space in (*hosts._spaces.values(), hosts._hub):
-                subprocess.run(["ip", "netns", "delete", space], capture_output=True, check=False)
-
-    def cut(self, name: str) -> None:
-        """Pull this host's plug."""
-        _ip("-n", self._spaces[name], "link", "set", "eth0", "down")
+            for namespace in (*hosts._namespaces.values(), hosts._hub):
+                subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
 
     def _build(self) -> None:
         _ip("netns", "add", self._hub)
         _ip("-n", self._hub, "link", "add", "bridge", "type", "bridge")
         _ip("-n", self._hub, "link", "set", "bridge", "up")
-        for number, (name, space) in enumerate(self._spaces.items()):
+        for number, (name, namespace) in enumerate(self._namespaces.items()):
             port = f"port{number}"
-            _ip("netns", "add", space)
-            _ip("link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", port, "netns", self._hub)
+            _ip("netns", "add", namespace)
+            _ip("link", "add", "eth0", "netns", namespace, "type", "veth", "peer", "name", port, "netns", self._hub)
             _ip("-n", self._hub, "link", "set", port, "master", "bridge", "up")
-            _ip("-n", space, "address", "add", f"{self.addresses[name]}/24", "dev", "eth0")
+            _ip("-n", namespace, "address", "add", f"{self.addresses[name]}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
-                _ip("-n", space, "link", "set", device, "up")
+                _ip("-n", namespace, "link", "set", device, "up")
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)

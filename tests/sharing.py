@@ -1,12 +1,11 @@
-"""How three processes share the suite: a plugin for pytest-xdist, loaded by tests/conftest.py.
+"""Distributes the suite over three processes: a plugin for pytest-xdist, loaded by tests/conftest.py.
 
-A file stays whole, for the swarm of its own that it may have. The files on the one standing swarm
-(tests/cases/conftest.py) stay together, so that it is started once; so do those before whose peers a gateway stands
-(tests/client/gateway/conftest.py), and the tests of the exporter, so that torch, transformers and nncf are loaded once.
+The tests of a file run in one process: they may share a swarm. The files that use the standing swarm
+(tests/cases/conftest.py) run in one process too, which starts it once; so do the files with a gateway before real peers
+(tests/client/gateway/conftest.py), and the tests of the exporter, which load torch, transformers and nncf once.
 
-The share on the standing swarm is the longest, and comes first. While one process is at it, the others make all that is
-made but once (tests/conftest.py): nobody waits for it then. What else starts peers follows: such shares are long, and a
-long one that began last would leave the others idle.
+The group with the standing swarm takes longest and comes first. Meanwhile the other processes build the cached fixtures
+(tests/conftest.py). Other tests that start peers follow: if a long group began last, the other processes would be idle.
 """
 
 from __future__ import annotations
@@ -20,36 +19,36 @@ from xdist.scheduler import LoadScopeScheduling
 
 _ROOT = Path(__file__).parent.parent
 _PROCESSES = 3
-"""On two cores: a tenth of their time tests wait, for peers, deadlines, announcements; somebody else computes then."""
-_STANDING = "standing_swarm"
-_SWARMS = (_STANDING, "gateway_town")
-_EXPORTER = "tests/export/"
-MADE_ONCE = {"tiny_irs", "made_of_checkpoints", "smollm2_static_package"}
-"""Fixtures that take long where the user's cache has not got what they make."""
+"""More than the two cores: tests spend a tenth of their time waiting for peers, deadlines, announcements."""
+_STANDING_SWARM = "standing_swarm"
+_SHARED_SWARMS = (_STANDING_SWARM, "gateway_town")
+_EXPORTER_TESTS = "tests/export/"
+_CACHED_FIXTURES = {"tiny_irs", "checkpoint_artifacts", "smollm2_static_package"}
+"""Fixtures that take long to build if the user's cache does not have them."""
 
 
-class Shares(LoadScopeScheduling):
-    """xdist's scheduler of whole scopes, with `share_of` as the scope."""
+class GroupScheduling(LoadScopeScheduling):
+    """xdist's scheduler of whole scopes, with `group_of` as the scope."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return share_of(nodeid.partition("::")[0])
+        return group_of(nodeid.partition("::")[0])
 
 
 @cache
-def share_of(path: str) -> str:
-    """The share that the tests of this file belong to; `path` is relative to the root."""
-    if path.startswith(_EXPORTER):
-        return _EXPORTER
+def group_of(path: str) -> str:
+    """The group of tests that this file belongs to; `path` is relative to the root."""
+    if path.startswith(_EXPORTER_TESTS):
+        return _EXPORTER_TESTS
     text = (_ROOT / path).read_text()
-    return next((swarm for swarm in _SWARMS if f"{swarm}: " in text), path)
+    return next((swarm for swarm in _SHARED_SWARMS if f"{swarm}: " in text), path)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Shares:
-    return Shares(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
+    return GroupScheduling(config, log)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """None for single files or tests: starting them would take longer, and what is printed would be hidden."""
+    """No worker processes for single files or tests: their start takes longer, and they hide the output."""
     return _PROCESSES if all(Path(argument).is_dir() for argument in config.args) else 0
 
 
@@ -61,9 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _rank(item: pytest.Item) -> int:
     path = item.nodeid.partition("::")[0]
-    if share_of(path) == _STANDING:
+    if group_of(path) == _STANDING_SWARM:
         return 0
-    if MADE_ONCE & set(getattr(item, "fixturenames", ())):
+    if _CACHED_FIXTURES & set(getattr(item, "fixturenames", ())):
         return 1
     if path.startswith("tests/cases/"):
         return 2

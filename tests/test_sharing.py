@@ -1,4 +1,4 @@
-"""How the suite is shared: what needs one swarm, or the same large libraries, stays in one process."""
+"""Tests that share a swarm or large libraries run in one process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sharing import share_of
+from tests.sharing import group_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -14,16 +14,16 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize(
     ("swarm", "files"), [("standing_swarm", "cases/test_*.py"), ("gateway_town", "client/gateway/**/test_*.py")]
 )
-def test_the_files_on_one_swarm_are_one_share(swarm: str, files: str) -> None:
+def test_the_files_with_a_shared_swarm_are_one_group(swarm: str, files: str) -> None:
     together = [path for path in sorted(ROOT.glob(f"tests/{files}")) if swarm in path.read_text()]
     assert len(together) > 1
-    assert len({share_of(str(path.relative_to(ROOT))) for path in together}) == 1
+    assert len({group_of(str(path.relative_to(ROOT))) for path in together}) == 1
 
 
-def test_the_exporters_tests_are_one_share() -> None:
-    assert len({share_of(str(path.relative_to(ROOT))) for path in ROOT.glob("tests/export/**/test_*.py")}) == 1
+def test_the_exporters_tests_are_one_group() -> None:
+    assert len({group_of(str(path.relative_to(ROOT))) for path in ROOT.glob("tests/export/**/test_*.py")}) == 1
 
 
-def test_every_other_file_is_a_share_of_its_own() -> None:
+def test_every_other_file_is_a_group_of_its_own() -> None:
     for path in ("tests/test_house.py", "tests/cases/test_churn.py", "tests/client/gateway/http/test_server.py"):
-        assert share_of(path) == path
+        assert group_of(path) == path

@@ -1,1 +1,1 @@
-"""What a peer tells the directory and Prometheus."""
+"""What a peer publishes: its notices in the directory, its metrics for Prometheus."""

@@ -1,13 +1,13 @@
-"""Keeping a peer's notices fresh, and measuring its ways to the other peers of its model.
+"""Publishes a peer's notices, refreshes them, and measures the links to the other peers of its model.
 
 ::
 
     run():    announce ► measure ► announce ► sleep ► measure ► announce ► ...
-    leave():  one last record, "leaving", which expires soon
+    leave():  one last record with the state "leaving"
 
-A notice lives for `ttl_s` and is renewed every `refresh_s`: a peer that dies is gone from the directory
-after at most `ttl_s`. In the DHT a notice gives way only to one that expires strictly later, so each
-notice here expires later than the one before, the last one by a millisecond.
+A notice expires after `ttl_s` and is published again every `refresh_s`: a peer that dies disappears from the directory
+after at most `ttl_s`. The DHT replaces a notice only by one that expires strictly later. Each notice therefore expires
+later than the one before, by a millisecond at least.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from swarm.transport.identity import Identity
 from swarm.transport.link import LinkQuality, measure_link
 from swarm.wire.messages import Hello
 
-_LATER_S = 1e-3
+_MIN_EXPIRY_STEP_S = 1e-3
 _LEAVE_TIMEOUT_S = 3.0
 _UNREACHABLE = LinkQuality(rtt_s=math.inf)
 
@@ -37,11 +37,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class AnnounceConfig:
-    """Times in seconds. `payload` bytes are sent once to each peer to estimate the bandwidth.
+    """Times in seconds. `payload` bytes are sent once to each peer to measure the bandwidth.
 
-    At least two renewals must fit in a notice's life, so that one lost does not take the peer away.
+    At least two refreshes must fit in `ttl_s`: a single lost one must not remove the peer. `concurrency` links are
+    measured at a time.
 
-    >>> AnnounceConfig(ttl_s=30.0, refresh_s=10.0).at_once
+    >>> AnnounceConfig(ttl_s=30.0, refresh_s=10.0).concurrency
     8
     """
 
@@ -50,7 +51,7 @@ class AnnounceConfig:
     connect_timeout_s: float = 3.0
     ping_timeout_s: float = 2.0
     payload: int = 256 << 10
-    at_once: int = 8
+    concurrency: int = 8
 
     def __post_init__(self) -> None:
         for name in ("ttl_s", "refresh_s", "connect_timeout_s", "ping_timeout_s"):
@@ -58,15 +59,17 @@ class AnnounceConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be over 0 seconds")
         if not 2 * self.refresh_s < self.ttl_s <= MAX_TTL_S:
             raise ConfigError(f"ttl_s is {self.ttl_s!r}; it must be over 2 x refresh_s and at most {MAX_TTL_S:.0f} s")
-        if self.payload < 0 or self.at_once < 1:
-            raise ConfigError(f"payload is {self.payload!r} and at_once {self.at_once!r}; they must be >= 0 and >= 1")
+        if self.payload < 0 or self.concurrency < 1:
+            raise ConfigError(
+                f"payload is {self.payload!r} and concurrency {self.concurrency!r}; they must be >= 0 and >= 1"
+            )
 
 
 class Announcer:
-    """Publishes what `current()` and `model()` say, with times, state and links filled in.
+    """Publishes the records of a peer and of its model, with times, state and links filled in.
 
-    `current` gives this peer's record as of now: its `announced_at`, `expires_at` and `links` are ignored.
-    `hello` is what we say to the other peers.
+    `current` returns the peer's record as of now; its `announced_at`, `expires_at` and `links` are ignored. `model`
+    returns the model's record. `hello` returns the greeting for the other peers.
     """
 
     def __init__(
@@ -87,27 +90,27 @@ class Announcer:
         self._hello = hello
         self._config = config or AnnounceConfig()
         self._clock = clock
-        self._ways: dict[str, _Way] = {}
+        self._links: dict[str, _Link] = {}
         self._last_expiry = 0.0
         self._publishing = asyncio.Lock()
         self._left = asyncio.Event()
 
     @property
     def links(self) -> dict[str, LinkQuality]:
-        """What was measured last, by peer id."""
-        return {peer: way.link for peer, way in self._ways.items() if way.link is not None}
+        """The latest measurement for each peer, by peer id."""
+        return {peer: link.quality for peer, link in self._links.items() if link.quality is not None}
 
     async def run(self) -> None:
-        """Until leave() or cancellation. A directory that is out of reach is logged and tried again."""
+        """Announce and measure until leave() or cancellation. A directory that fails is logged and tried again."""
         try:
             await self._try_to_announce()
             while not self._left.is_set():
-                begin = time.monotonic()
+                begun = time.monotonic()
                 await self._measure()
                 await self._try_to_announce()
-                await self._sleep(self._config.refresh_s - (time.monotonic() - begin))
+                await self._sleep(self._config.refresh_s - (time.monotonic() - begun))
         finally:
-            await self._close_ways()
+            await self._close_links()
 
     async def announce_now(self) -> None:
         """Publish both notices. Does nothing after leave(). Raises DirectoryError."""
@@ -122,7 +125,7 @@ class Announcer:
             await self._directory.publish(model.seal(self._identity))
 
     async def leave(self) -> None:
-        """Say that this peer goes, at once, and announce nothing any more. Never fails and takes 3 s at most."""
+        """Publish the state "leaving" and announce nothing afterwards. Never raises, and takes 3 s at most."""
         if self._left.is_set():
             return
         self._left.set()
@@ -133,16 +136,19 @@ class Announcer:
                     self._current(),
                     state=LEAVING,
                     announced_at=now,
-                    expires_at=self._next_expiry(now + _LATER_S),
+                    expires_at=self._next_expiry(now + _MIN_EXPIRY_STEP_S),
                     links={},
                 )
                 await self._directory.publish(record.seal(self._identity))
         except (TimeoutError, DirectoryError) as error:
-            _log.warning("the directory did not take that this peer leaves (%r); others will find it gone", error)
+            _log.warning(
+                "the directory did not accept the record that this peer leaves (%r); its last one expires by itself",
+                error,
+            )
 
-    def _next_expiry(self, wanted: float) -> float:
-        """`wanted`, but later than any before, whatever the clock does."""
-        self._last_expiry = max(wanted, self._last_expiry + _LATER_S)
+    def _next_expiry(self, expires_at: float) -> float:
+        """`expires_at`, or later: strictly after every expiry before, even if the clock goes backwards."""
+        self._last_expiry = max(expires_at, self._last_expiry + _MIN_EXPIRY_STEP_S)
         return self._last_expiry
 
     async def _try_to_announce(self) -> None:
@@ -156,69 +162,69 @@ class Announcer:
             async with asyncio.timeout(max(0.0, seconds)):
                 await self._left.wait()
         except TimeoutError:
-            pass  # the usual way: nobody left
+            pass  # The time is over and the peer has not left.
 
     async def _measure(self) -> None:
-        """Measure the ways to all other peers of the model, some at once, for no longer than a refresh."""
-        me = self._current()
+        """Measure the links to all other peers of the model, `concurrency` at a time, for at most `refresh_s`."""
+        own = self._current()
         try:
-            records = await find_peers(self._directory, me.model, now=self._clock())
+            records = await find_peers(self._directory, own.model, now=self._clock())
         except DirectoryError as error:
             _log.warning("the other peers cannot be looked up: %s; trying again", error)
             return
-        others = {record.peer_id: record for record in records if record.peer_id != me.peer_id and record.addresses}
-        await self._close_ways(keep=set(others))
+        others = {record.peer_id: record for record in records if record.peer_id != own.peer_id and record.addresses}
+        await self._close_links(keep=set(others))
         for record in list(others.values())[:MAX_LINKS]:
-            self._ways.setdefault(record.peer_id, _Way(self._config)).record = record
-        at_once = asyncio.Semaphore(self._config.at_once)
+            self._links.setdefault(record.peer_id, _Link(self._config)).record = record
+        limit = asyncio.Semaphore(self._config.concurrency)
 
-        async def one(way: _Way) -> None:
-            async with at_once:
-                await way.measure(self._hello())
+        async def measure(link: _Link) -> None:
+            async with limit:
+                await link.measure(self._hello())
 
         try:
             async with asyncio.timeout(self._config.refresh_s), asyncio.TaskGroup() as group:
-                for way in self._ways.values():
-                    group.create_task(one(way))
+                for link in self._links.values():
+                    group.create_task(measure(link))
         except TimeoutError:
-            _log.info("not all of %d ways were measured within %g s", len(self._ways), self._config.refresh_s)
+            _log.info("not all of %d links were measured within %g s", len(self._links), self._config.refresh_s)
 
-    async def _close_ways(self, keep: set[str] | None = None) -> None:
-        gone = [self._ways.pop(peer) for peer in list(self._ways) if peer not in (keep or ())]
-        await asyncio.gather(*(way.close() for way in gone))
+    async def _close_links(self, keep: set[str] | None = None) -> None:
+        closed = [self._links.pop(peer) for peer in list(self._links) if peer not in (keep or ())]
+        await asyncio.gather(*(link.close() for link in closed))
 
 
-class _Way:
-    """The way to one other peer: a channel that stays open between measurements."""
+class _Link:
+    """The link to another peer. Its channel stays open between measurements."""
 
     def __init__(self, config: AnnounceConfig) -> None:
         self.record: PeerRecord | None = None
-        self.link: LinkQuality | None = None
+        self.quality: LinkQuality | None = None
         self._config = config
         self._channel: Channel | None = None
         self._bytes_per_s = 0.0
 
     async def measure(self, hello: Hello) -> None:
-        """Sets `link`; infinite where that fails, for whatever reason: others go on being measured."""
+        """Set `quality`, to an infinite round-trip time on any SwarmError: one link must not stop the others."""
         try:
             channel = await self._open(hello)
-            link = await measure_link(channel, timeout=self._config.ping_timeout_s)
+            quality = await measure_link(channel, timeout=self._config.ping_timeout_s)
             if self._config.payload and not self._bytes_per_s:
-                self._bytes_per_s = await self._bandwidth(channel)
+                self._bytes_per_s = await self._measure_bandwidth(channel)
         except SwarmError as error:
-            _log.info("no way to peer %s: %s", self.record.peer_id[:8] if self.record else "?", error)
-            self.link = _UNREACHABLE
+            _log.info("peer %s cannot be reached: %s", self.record.peer_id[:8] if self.record else "?", error)
+            self.quality = _UNREACHABLE
             await self.close()
             return
-        self.link = replace(link, bytes_per_s=self._bytes_per_s)
+        self.quality = replace(quality, bytes_per_s=self._bytes_per_s)
 
-    async def _bandwidth(self, channel: Channel) -> float:
-        """Bytes a second. A way that is slow is still a way: there it is what it is at most."""
-        patience = 2 * self._config.ping_timeout_s
+    async def _measure_bandwidth(self, channel: Channel) -> float:
+        """Bytes per second. On a timeout the upper bound: a slow link is still a link."""
+        timeout = 2 * self._config.ping_timeout_s
         try:
-            return (await measure_link(channel, timeout=patience, payload=self._config.payload)).bytes_per_s
+            return (await measure_link(channel, timeout=timeout, payload=self._config.payload)).bytes_per_s
         except PeerStalled:
-            return self._config.payload / patience
+            return self._config.payload / timeout
 
     async def close(self) -> None:
         channel, self._channel = self._channel, None
@@ -229,7 +235,7 @@ class _Way:
     async def _open(self, hello: Hello) -> Channel:
         assert self.record is not None
         if self._channel is not None and self._channel.hello.incarnation != self.record.incarnation:
-            await self.close()  # that process is over, whether or not its end was heard
+            await self.close()  # The peer has restarted, even if the end of its connection was not noticed.
         if self._channel is None or self._channel.closed:
             self._channel = await Channel.open(self.record.places, hello, timeout=self._config.connect_timeout_s)
         return self._channel

@@ -1,4 +1,4 @@
-"""What Prometheus is told of a peer. No label comes from another machine."""
+"""The Prometheus metrics of a peer. No label comes from another machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BATCH = (1, 2, 4, 8, 16, 32, 64)
 
 
 class PeerGauges:
-    """All of them; `page` is what a scrape gets. `load` and `connections` are asked then."""
+    """Counts steps and failures. Each scrape (`page`) also calls `load` and `connections`."""
 
     def __init__(self, load: Callable[[], Load], connections: Callable[[], int]) -> None:
         self._load = load
@@ -30,21 +30,24 @@ class PeerGauges:
         self._failures = Counter("swarm_peer_failures", "Steps that failed, by error.", ["kind"], registry=registry)
         self._compute = Histogram(
             "swarm_peer_step_compute_seconds",
-            "How long a step kept the device.",
+            "Seconds that a step took on the device.",
             ["kind"],
             buckets=_STEP_S,
             registry=registry,
         )
         self._queue = Histogram(
-            "swarm_peer_step_queue_seconds", "How long a step waited for it.", buckets=_STEP_S, registry=registry
+            "swarm_peer_step_queue_seconds",
+            "Seconds that a step waited for the device.",
+            buckets=_STEP_S,
+            registry=registry,
         )
         self._batch = Histogram(
-            "swarm_peer_step_batch", "Steps that ran in one call.", buckets=_BATCH, registry=registry
+            "swarm_peer_step_batch", "Steps that ran in one inference.", buckets=_BATCH, registry=registry
         )
         registry.register(ScrapeCollector(self._state))
 
     def step(self, step: Step, outcome: StepOutcome) -> None:
-        """A step was computed."""
+        """Count a step that was computed."""
         kind = "decode" if len(step.tokens) == 1 else "prefill"
         self._steps.labels(kind).inc()
         self._tokens.labels(kind).inc(len(step.tokens))
@@ -53,6 +56,7 @@ class PeerGauges:
         self._batch.observe(outcome.batch)
 
     def failed(self, error: SwarmError) -> None:
+        """Count a step that failed."""
         self._failures.labels(error.code).inc()
 
     def page(self) -> bytes:
@@ -60,14 +64,14 @@ class PeerGauges:
 
     def _state(self) -> Iterator[Metric]:
         load = self._load()
-        for name, text, value in (
-            ("sessions", "Sessions that are open.", load.sessions),
-            ("queue_steps", "Steps that wait.", load.queue),
-            ("kv_free_tokens", "Tokens of KV cache that the next session may ask for.", load.kv_free),
+        for name, description, value in (
+            ("sessions", "Open sessions.", load.sessions),
+            ("queue_steps", "Waiting steps.", load.queue),
+            ("kv_free_tokens", "Tokens of KV cache that the next session may reserve.", load.kv_free),
             ("kv_total_tokens", "Tokens of KV cache in all.", load.kv_total),
             ("kv_blocks", "Blocks of KV cache; 0 where the engine has none.", load.work.blocks if load.work else 0),
-            ("kv_blocks_used", "Blocks that sessions hold.", load.work.blocks_used if load.work else 0),
-            ("connections", "Connections that are open.", self._connections()),
-            ("serving", "1 while it takes sessions.", int(load.state == SERVING)),
+            ("kv_blocks_used", "Blocks of KV cache that sessions hold.", load.work.blocks_used if load.work else 0),
+            ("connections", "Open connections.", self._connections()),
+            ("serving", "1 while the peer takes sessions.", int(load.state == SERVING)),
         ):
-            yield GaugeMetricFamily(f"swarm_peer_{name}", text, value=value)
+            yield GaugeMetricFamily(f"swarm_peer_{name}", description, value=value)

@@ -1,4 +1,4 @@
-"""What a peer tells the directory: its record, and its model's."""
+"""The records that a peer announces: its own, and that of its model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peer.loading.self_test import SelfTest
-from peer.loading.span_files import held_layers
+from peer.loading.span_files import shared_layers
 from peer.serving.queries import SharedFiles
 from peer.sessions.service import Load, Serving
 from swarm.discovery.records import ModelRecord, PeerRecord
@@ -18,7 +18,10 @@ from swarm.transport.hello import SOFTWARE
 
 @dataclass(frozen=True, kw_only=True)
 class Announcement:
-    """The part that stays the same while the peer runs. Times are the self-test's, until real steps were measured."""
+    """The part of a peer's record that does not change while it runs.
+
+    The times come from the self-test; they count until steps of sessions have been measured.
+    """
 
     manifest: Manifest
     span: LayerRange
@@ -47,7 +50,7 @@ class Announcement:
             manifest=serving.manifest,
             span=serving.engine.span,
             entries=serving.entries if serving.builder is not None else (),
-            holds=held_layers(shared_files),
+            holds=shared_layers(shared_files),
             numerics=serving.engine.numerics,
             device=device,
             peer_id=peer_id,
@@ -58,7 +61,7 @@ class Announcement:
         )
 
     def record(self, load: Load, *, name: str, addresses: Sequence[str]) -> PeerRecord:
-        """As of now; the announcer fills in times and links."""
+        """The record as of now, without times and links: the announcer adds them."""
         return PeerRecord(
             model=self.manifest.digest,
             peer_id=self.peer_id,

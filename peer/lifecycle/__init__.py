@@ -1,1 +1,1 @@
-"""A peer from its start to its end."""
+"""The life cycle of a peer: listen, bootstrap, join, shut down."""

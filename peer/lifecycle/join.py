@@ -1,15 +1,16 @@
-"""`swarm join` and `swarm bootstrap` from their start to their end.
+"""The life of a peer: `swarm join` and `swarm bootstrap`.
 
 ::
 
-    listen ─► meet the initial peers ─┬─► DHT ─────────────────────────────────────► listening ─┐
-    (as a member without layers)      └─► choose span ─► fetch ─► check ─► self-test ─► load ───┴─► announce
-                                          ▲                         │
-                                          └─── others serve it now ─┘
-    ... until Ctrl-C ... ─► say "leaving" ─► sessions move on ─► close
+    listen ─► ask the initial peers ─┬─► join the DHT ──────────────────────────────────────────┐
+                                     └─► choose span ─► fetch ─► check ─► self-test ─► load ────┴─► announce
+                                         ▲                                   │
+                                         └─ other peers serve the span now ──┘
+    ... until Ctrl-C ... ─► announce "leaving" ─► sessions move on ─► close
 
-The port is taken first, so that nothing is loaded in vain; the peer answers look-ups from the moment its
-DHT is up, and takes sessions when it is announced. It announces only what passed its self-test.
+The port is bound first: a port that is taken ends the start before anything is loaded. The peer answers queries as
+soon as its DHT node is up, and takes sessions once it is announced. It announces only a span that passed its
+self-test.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from peer.lifecycle.bootstrap import Bootstrap
 from peer.lifecycle.listen_addresses import announced_addresses, listen_addresses
 from peer.lifecycle.shutdown import Stop
 from peer.loading.self_test import SelfTest, self_test
-from peer.loading.self_test_cache import SelfTestRecord, test_loaded
+from peer.loading.self_test_cache import SelfTestRecord, self_test_loaded
 from peer.loading.span import load_span
-from peer.loading.span_files import SpanFiles, check_span_files, choose_span_files, fetch_span_files, reconsider
+from peer.loading.span_files import SpanFiles, check_span_files, choose_span_files, fetch_span_files, rechoose_span
 from peer.report import Report
 from peer.serving.queries import QueryHandler, SharedFiles
 from peer.serving.server import PeerServer
@@ -52,38 +53,32 @@ from swarm.wire.messages import Hello
 if TYPE_CHECKING:
     from swarm.discovery.dht import HivemindDirectory
 
-_SECOND_THOUGHTS = 2
-_APART_S = 1.0
+_MAX_RECHOICES = 2
+_RECHOICE_JITTER_S = 1.0
 
 
 async def join(config: JoinConfig, report: Report) -> None:
-    """Be a peer until told to stop. Raises Interrupted if that was before it was announced; any SwarmError."""
+    """Run a peer until a signal stops it.
+
+    Raises Interrupted if the signal comes before the peer is announced, and any SwarmError.
+    """
     stop = Stop()
     with stop.on_signals(), _identity(config) as identity:
         await Peer(config, identity, report, stop).run()
 
 
 class Peer:
-    """One peer's life."""
+    """A peer: its connections, its DHT node, its span."""
 
-    def __init__(
-        self,
-        config: JoinConfig,
-        identity: Identity,
-        report: Report,
-        stop: Stop,
-        *,
-        rng: random.Random | None = None,
-    ) -> None:
+    def __init__(self, config: JoinConfig, identity: Identity, report: Report, stop: Stop) -> None:
         self._config = config
         self._identity = identity
         self._report = report
         self._stop = stop
-        self._rng = rng or random.SystemRandom()
         self._name = config.name or socket.gethostname()[:64]
         self._incarnation = time.time_ns() // 1_000_000
         self._model = ""
-        self._failure: SwarmError | None = None
+        self._device_error: SwarmError | None = None
         self._query_handler = QueryHandler(hello=self._hello)
         self._server = PeerServer(identity=identity, hello=self._hello, query_handler=self._query_handler)
         self._host = ""
@@ -98,27 +93,27 @@ class Peer:
         )
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._server)
-            announcer = await self._stop.interrupting(self._begin(stack))
+            announcer = await self._stop.until_requested(self._start(stack))
             async with asyncio.TaskGroup() as group:
                 announcing = group.create_task(announcer.run()) if announcer is not None else None
-                await self._stop.asked.wait()
-                await self._stop.hurrying(self._leave(announcer))
-                self._stop.end_soon()  # whatever may still hang: a device, a disk
+                await self._stop.requested.wait()
+                await self._stop.until_urgent(self._leave(announcer))
+                self._stop.exit_soon()  # Closing may block, on a device or a disk.
                 if announcing is not None:
                     announcing.cancel()
-        if self._failure is not None:
-            raise EngineError(f"this peer left the swarm: {self._failure}") from self._failure
+        if self._device_error is not None:
+            raise EngineError(f"this peer left the swarm: {self._device_error}") from self._device_error
 
-    # -- the beginning
+    # -- start
 
-    async def _begin(self, stack: contextlib.AsyncExitStack) -> Announcer | None:
+    async def _start(self, stack: contextlib.AsyncExitStack) -> Announcer | None:
         if self._config.package is not None:
             await asyncio.to_thread(check_device, self._config.device)
         await self._listen()
         bootstrap = Bootstrap(self._config, self._report, hello=self._hello, stack=stack)
-        directory, service, announcement = await self._prepare(bootstrap)
+        directory, service, announcement = await self._join_dht_and_load(bootstrap)
         if service is None or announcement is None:
-            self._announced(directory, None)
+            self._report_announced(directory, None)
             return None
         self._server.begin(service)
         await self._serve_metrics(service, stack)
@@ -129,17 +124,19 @@ class Peer:
             model=announcement.model,
             hello=self._hello,
         )
-        await bootstrap.until_it_works(announcer.announce_now)
-        self._announced(directory, announcement)
+        await bootstrap.retry(announcer.announce_now)
+        self._report_announced(directory, announcement)
         return announcer
 
-    async def _prepare(self, bootstrap: Bootstrap) -> tuple[HivemindDirectory, SpanService | None, Announcement | None]:
-        """The DHT and the span, side by side."""
-        seeds, contact = await bootstrap.meet()
+    async def _join_dht_and_load(
+        self, bootstrap: Bootstrap
+    ) -> tuple[HivemindDirectory, SpanService | None, Announcement | None]:
+        """Join the DHT and load the span concurrently."""
+        dht_addresses, contact = await bootstrap.contact_initial_peers()
         try:
             async with asyncio.TaskGroup() as group:
-                dht = group.create_task(self._open_dht(bootstrap, seeds, contact))
-                span = group.create_task(self._load(contact)) if self._config.package is not None else None
+                dht = group.create_task(self._open_dht(bootstrap, dht_addresses, contact))
+                span = group.create_task(self._prepare_span(contact)) if self._config.package is not None else None
         except ExceptionGroup as failed:
             raise first_error(failed) from None
         service, announcement = span.result() if span is not None else (None, None)
@@ -148,56 +145,56 @@ class Peer:
     async def _serve_metrics(self, service: SpanService, stack: contextlib.AsyncExitStack) -> None:
         if self._config.metrics is None:
             return
-        from peer.announcing.metrics import PeerGauges  # loads prometheus_client, which few peers need
+        from peer.announcing.metrics import PeerGauges  # Imported late: few peers need prometheus_client.
 
         gauges = PeerGauges(service.load, lambda: self._server.connections)
         service.watched_by(on_step=gauges.step, on_error=gauges.failed)
         page = ScrapePage(gauges.page)
         await page.start(self._config.metrics)
         stack.push_async_callback(page.close)
-        place = dataclasses.replace(self._config.metrics, port=page.port).place
-        self._report.phase("metrics", f"metrics at http://{place}/metrics", metrics=f"http://{place}/metrics")
+        url = f"http://{dataclasses.replace(self._config.metrics, port=page.port).place}/metrics"
+        self._report.phase("metrics", f"metrics at {url}", metrics=url)
 
     async def _listen(self) -> None:
-        places = listen_addresses(self._config.listen)
-        for place in places:
+        addresses = listen_addresses(self._config.listen)
+        for address in addresses:
             try:
-                await self._server.start(place.host, place.port)
+                await self._server.start(address.host, address.port)
             except ConfigError as error:
                 taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
-                if taken and place is not places[-1]:
+                if taken and address is not addresses[-1]:
                     continue
                 raise
-            self._host = place.host
+            self._host = address.host
             return
 
     async def _open_dht(
-        self, bootstrap: Bootstrap, seeds: tuple[str, ...], contact: PeerDirectory | None
+        self, bootstrap: Bootstrap, dht_addresses: tuple[str, ...], contact: PeerDirectory | None
     ) -> HivemindDirectory:
-        directory = await bootstrap.open_dht(self._host, self._server.port, seeds, contact)
+        directory = await bootstrap.open_dht(self._host, self._server.port, dht_addresses, contact)
         self._query_handler.open_directory(directory, lambda: directory.addresses)
         self._report.phase(
             "listening",
-            f"listening at {self._address()}",
-            address=self._address(),
+            f"listening at {self._join_address()}",
+            address=self._join_address(),
             peer_id=self._identity.peer_id,
             dht=directory.addresses,
         )
         return directory
 
-    async def _load(self, contact: PeerDirectory | None) -> tuple[SpanService, Announcement]:
-        """From PACKAGE to a span that computes and passed its test."""
+    async def _prepare_span(self, contact: PeerDirectory | None) -> tuple[SpanService, Announcement]:
+        """Choose the span, get its files, test and load it."""
         config = self._config
         span_files = await choose_span_files(config, contact, self._hello(), peer_id=self._identity.peer_id)
-        shared_files, passed, tested = await self._try(span_files, contact)
-        for _ in range(_SECOND_THOUGHTS):
-            better = await self._reconsider(span_files, contact)
+        shared_files, test_record, tested = await self._fetch_and_test(span_files, contact)
+        for _ in range(_MAX_RECHOICES):
+            better = await self._rechoose(span_files, contact)
             if better is span_files:
                 break
             span_files = better
-            shared_files, passed, tested = await self._try(span_files, contact)
-        serving, tested = await self._open(span_files, tested)
-        passed.put(tested)
+            shared_files, test_record, tested = await self._fetch_and_test(span_files, contact)
+        serving, tested = await self._load(span_files, tested)
+        test_record.put(tested)
         service = SpanService(serving, peer_id=self._identity.peer_id, hello=self._hello, on_failed=self._device_failed)
         self._query_handler.share_files(shared_files)
         self._model = span_files.manifest.digest
@@ -210,8 +207,8 @@ class Peer:
             device=config.device,
         )
 
-    async def _open(self, span_files: SpanFiles, tested: SelfTest) -> tuple[Serving, SelfTest]:
-        """Load the span, and test it here where no child did."""
+    async def _load(self, span_files: SpanFiles, tested: SelfTest) -> tuple[Serving, SelfTest]:
+        """Load the span; test it in this process if no child process has tested it."""
         config = self._config
         serving = await asyncio.to_thread(load_span, config, span_files, tested)
         self._report.phase(
@@ -220,29 +217,31 @@ class Peer:
             kv_total=serving.limits.kv_total,
         )
         if tested.remembered:
-            tested = await asyncio.to_thread(test_loaded, serving, tested)
-            self._tell_tested(tested)
+            tested = await asyncio.to_thread(self_test_loaded, serving, tested)
+            self._report_tested(tested)
         return serving, tested
 
-    async def _reconsider(self, span_files: SpanFiles, contact: PeerDirectory | None) -> SpanFiles:
-        """Another choice where others have filled the gap meanwhile: volunteers that come together choose the same."""
+    async def _rechoose(self, span_files: SpanFiles, contact: PeerDirectory | None) -> SpanFiles:
+        """Choose the span again if other peers serve its layers by now: peers that start together choose the same."""
         if contact is None or self._config.layers is not None:
             return span_files
-        # so that they do not all look again, and choose alike, at the same moment
-        await asyncio.sleep(self._rng.uniform(0, _APART_S))
+        # Jitter: peers that start together must not choose again at the same moment.
+        await asyncio.sleep(random.SystemRandom().uniform(0, _RECHOICE_JITTER_S))
         try:
-            better = await reconsider(self._config, span_files, contact, peer_id=self._identity.peer_id)
+            better = await rechoose_span(self._config, span_files, contact, peer_id=self._identity.peer_id)
         except (PeerError, DirectoryError) as error:
-            self._report.say(f"whether others serve layers {span_files.span} by now cannot be told: {error}")
+            self._report.message(f"cannot look up whether other peers serve layers {span_files.span} now: {error}")
             return span_files
         if better is not span_files:
-            self._report.say(f"others serve layers {span_files.span} by now; layers {better.span} are missing more")
+            self._report.message(
+                f"other peers serve layers {span_files.span} now; this peer serves layers {better.span} instead"
+            )
         return better
 
-    async def _try(
+    async def _fetch_and_test(
         self, span_files: SpanFiles, contact: PeerDirectory | None
     ) -> tuple[SharedFiles, SelfTestRecord, SelfTest]:
-        """Bring the files of a span here, check them, and see whether it runs."""
+        """Fetch and check the files of a span, then self-test it unless a remembered test exists."""
         config, report = self._config, self._report
         manifest, span = span_files.manifest, span_files.span
         report.phase(
@@ -252,14 +251,16 @@ class Peer:
             model={"name": manifest.name, "digest": manifest.digest},
         )
         for edge in sorted({span.first, span.last} - set(manifest.grid)):
-            report.say(f"layer {edge} is not on the grid {manifest.grid}: only spans that end there too can join it")
+            report.message(
+                f"layer {edge} is not on the grid {manifest.grid}: only spans with the same boundary connect to it"
+            )
         if span_files.fetched and contact is not None:
             await fetch_span_files(span_files, contact, self._hello(), report)
-            report.phase("fetched", f"files of layers {span} are here")
+            report.phase("fetched", f"fetched the files of layers {span}")
         shared_files = await check_span_files(span_files, report)
-        report.phase("checked", f"{len(shared_files.entries)} files can be had here, those of layers {span} are whole")
-        passed = await asyncio.to_thread(SelfTestRecord.of, config, span_files)
-        tested = passed.take()
+        report.phase("checked", f"the files of layers {span} are intact; {len(shared_files.entries)} files are shared")
+        test_record = await asyncio.to_thread(SelfTestRecord.of, config, span_files)
+        tested = test_record.take()
         if tested is None:
             tested = await self_test(
                 span_files.package,
@@ -270,12 +271,12 @@ class Peer:
                 threads=config.threads,
                 cache_dir=config.cache_dir / "graphs",
             )
-            self._tell_tested(tested)
-        return shared_files, passed, tested
+            self._report_tested(tested)
+        return shared_files, test_record, tested
 
-    def _tell_tested(self, tested: SelfTest) -> None:
-        if tested.instead:
-            self._report.say(f"the {tested.engine} engine serves: {tested.instead}")
+    def _report_tested(self, tested: SelfTest) -> None:
+        if tested.fallback_reason:
+            self._report.message(f"the {tested.engine} engine is used instead: {tested.fallback_reason}")
         self._report.phase(
             "tested",
             f"self-test passed: {tested.layer_time_s * 1e3:.2f} ms a layer, numerics {tested.numerics}, "
@@ -286,16 +287,16 @@ class Peer:
             engine=tested.engine,
         )
 
-    def _announced(self, directory: HivemindDirectory, announcement: Announcement | None) -> None:
-        address = self._address()
-        what = (
-            "keeps the directory"
+    def _report_announced(self, directory: HivemindDirectory, announcement: Announcement | None) -> None:
+        address = self._join_address()
+        service = (
+            "serves the directory"
             if announcement is None
             else f"serves layers {announcement.span} of {announcement.manifest.name}"
         )
         self._report.phase(
             "announced",
-            f"{self._name} {what} at {address}",
+            f"{self._name} {service} at {address}",
             address=address,
             addresses=self._addresses(),
             peer_id=self._identity.peer_id,
@@ -309,21 +310,21 @@ class Peer:
             dht=directory.addresses,
         )
 
-    # -- the end
+    # -- shutdown
 
     async def _leave(self, announcer: Announcer | None) -> None:
         self._report.phase("leaving", "leaving; sessions move on. Ctrl-C again to go at once")
         if announcer is not None:
-            # the record first: nobody is to be sent here while sessions move away
+            # First: no new session should come while the others move on.
             await announcer.leave()
         await self._server.leave(self._config.grace_s)
 
     def _device_failed(self, error: SwarmError) -> None:
-        self._report.say(f"the device fails: {error}")
-        self._failure = error
-        self._stop.asked.set()
+        self._report.message(f"the device failed: {error}")
+        self._device_error = error
+        self._stop.requested.set()
 
-    # -- what others see
+    # -- identity and addresses
 
     def _hello(self) -> Hello:
         return peer_hello(model=self._model, name=self._name, incarnation=self._incarnation)
@@ -331,15 +332,15 @@ class Peer:
     def _addresses(self) -> list[str]:
         return announced_addresses(self._host, self._server.port)
 
-    def _address(self) -> str:
-        """The one that others need."""
-        place = Address.parse(self._addresses()[0])
-        return str(dataclasses.replace(place, peer_id=self._identity.peer_id))
+    def _join_address(self) -> str:
+        """HOST:PORT#PEER_ID, with which others join."""
+        address = Address.parse(self._addresses()[0])
+        return str(dataclasses.replace(address, peer_id=self._identity.peer_id))
 
 
 @contextlib.contextmanager
 def _identity(config: JoinConfig) -> Iterator[Identity]:
-    """This peer's key, for this process alone."""
+    """This peer's key, locked for this process."""
     if config.identity is not None:
         with held_identity(config.identity) as identity:
             yield identity

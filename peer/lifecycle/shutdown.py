@@ -1,8 +1,8 @@
-"""What Ctrl-C means to a peer: once, leave; again, leave at once; a third time, drop everything.
+"""Shutdown on signals: the first lets sessions move on, the second leaves at once, the third exits the process.
 
-SIGTERM means the same, and so does a terminal that is closed (SIGHUP, which `nohup` has ignored). Where something
-cannot be interrupted (a graph that compiles), the process ends after a few seconds anyway: its children are tied
-to it, and the system frees its port.
+SIGINT and SIGTERM count, and SIGHUP (a closed terminal) unless it is ignored, as `nohup` does. Work that cannot
+be interrupted, such as compiling a graph, does not keep the process alive: it exits after a few seconds. Child
+processes end with it and the operating system frees the port.
 """
 
 from __future__ import annotations
@@ -16,58 +16,58 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_INTERRUPTED = 130
-_PATIENCE_S = 5.0
+_EXIT_CODE = 130
+_EXIT_DELAY_S = 5.0
 
 
 class Interrupted(Exception):
-    """Ctrl-C came before the peer was announced."""
+    """A stop signal came before the peer was announced."""
 
 
 class Stop:
-    """`asked` is set by the first signal, `urgent` by the second."""
+    """Stop requests of one peer. The first signal sets `requested`, the second `urgent`."""
 
-    def __init__(self, *, end: Callable[[int], None] = os._exit) -> None:
-        self.asked = asyncio.Event()
+    def __init__(self, *, exit_process: Callable[[int], None] = os._exit) -> None:
+        self.requested = asyncio.Event()
         self.urgent = asyncio.Event()
-        self._end = end
+        self._exit_process = exit_process
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Listen to the signals while the block runs."""
+        """Handle the signals while the block runs."""
         loop = asyncio.get_running_loop()
-        # a shell that starts a job in the background has it ignore SIGINT, and means nothing by that
+        # SIGINT is handled even if it is ignored: shells ignore it for background jobs without asking.
         ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        heard = _SIGNALS if ignored else (*_SIGNALS, signal.SIGHUP)
-        for number in heard:
-            loop.add_signal_handler(number, self.signal)
+        handled = _SIGNALS if ignored else (*_SIGNALS, signal.SIGHUP)
+        for number in handled:
+            loop.add_signal_handler(number, self.on_signal)
         try:
             yield
         finally:
-            for number in heard:
+            for number in handled:
                 loop.remove_signal_handler(number)
 
-    def signal(self) -> None:
-        if not self.asked.is_set():
-            self.asked.set()
+    def on_signal(self) -> None:
+        if not self.requested.is_set():
+            self.requested.set()
         elif not self.urgent.is_set():
             self.urgent.set()
-            self.end_soon()
+            self.exit_soon()
         else:
-            self._end(_INTERRUPTED)
+            self._exit_process(_EXIT_CODE)
 
-    def end_soon(self) -> None:
-        """End the process after a few seconds if it is still there."""
-        asyncio.get_running_loop().call_later(_PATIENCE_S, self._end, _INTERRUPTED)
+    def exit_soon(self) -> None:
+        """Exit the process after a few seconds if it still runs."""
+        asyncio.get_running_loop().call_later(_EXIT_DELAY_S, self._exit_process, _EXIT_CODE)
 
-    async def interrupting(self, work: Coroutine[Any, Any, T]) -> T:
-        """`work`, cancelled by the first signal. Raises Interrupted then."""
-        return await self._race(work, self.asked, Interrupted("stopped before it was announced"))
+    async def until_requested(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work`; the first signal cancels it. Raises Interrupted then."""
+        return await self._race(work, self.requested, Interrupted("stopped before it was announced"))
 
-    async def hurrying(self, work: Coroutine[Any, Any, None]) -> None:
-        """`work`, given up at the second signal."""
+    async def until_urgent(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work`; the second signal cancels it without an error."""
         with contextlib.suppress(Interrupted):
-            await self._race(work, self.urgent, Interrupted("asked twice"))
+            await self._race(work, self.urgent, Interrupted("stopped twice"))
 
     async def _race(self, work: Coroutine[Any, Any, T], event: asyncio.Event, error: Exception) -> T:
         task, waiter = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
@@ -75,9 +75,9 @@ class Stop:
             await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
-            self.end_soon()
+            self.exit_soon()
             raise error
         finally:
-            for each in (task, waiter):
-                each.cancel()
+            for pending in (task, waiter):
+                pending.cancel()
             await asyncio.gather(task, waiter, return_exceptions=True)

@@ -1,1 +1,1 @@
-"""Which span a peer serves, its files, its self-test, loading it."""
+"""Choosing a span, getting its files, testing and loading it."""

@@ -1,4 +1,4 @@
-"""What this machine can hold, and which layers the swarm needs most from it. Pure."""
+"""Which layers fit in memory, and which of them the swarm needs most. Pure."""
 
 from __future__ import annotations
 
@@ -8,26 +8,19 @@ from swarm.errors import ConfigError
 from swarm.model.balance import work
 from swarm.model.manifest import Manifest
 from swarm.model.memory_footprint import in_words
-from swarm.model.memory_footprint import kv_token_bytes as kv_token_bytes
 from swarm.model.memory_footprint import layers_that_fit as layers_that_fit
 from swarm.model.memory_footprint import needed_bytes as needed_bytes
 from swarm.model.memory_footprint import usual_kv_tokens as usual_kv_tokens
 from swarm.model.spans import LayerRange
 
-# Layers are compared before their own speed is known; a peer that was measured replaces this.
-_USUAL_LAYER_TIME_S = 1e-3
-
-
-def kv_tokens_beside(manifest: Manifest, span: LayerRange, memory: int, *, kv: str, graphs: int = 1) -> int:
-    """Tokens whose KV fits beside `span` in `memory` bytes; 0 where the span itself does not fit."""
-    room = memory - needed_bytes(manifest, span, kv=kv, kv_tokens=0, graphs=graphs)
-    return max(room, 0) // kv_token_bytes(manifest, span, kv)
+# The span is chosen before this machine's speed is measured.
+_ASSUMED_LAYER_TIME_S = 1e-3
 
 
 def service_rates(peers: Iterable[tuple[LayerRange, float]], layers: int) -> list[float]:
-    """Tokens/s with which each layer is served; `peers` are spans and their seconds a layer.
+    """Tokens per second at which each layer is served. `peers` are (span, seconds per layer).
 
-    A peer of many layers serves each of them slower than one of few: every token takes all its layers.
+    The more layers a peer has, the slower it serves each of them: every token takes all its layers.
     """
     rates = [0.0] * layers
     for span, layer_time_s in peers:
@@ -45,50 +38,40 @@ def choose_span(
     kv: str,
     kv_tokens: int,
     graphs: int = 1,
-    layer_time_s: float = _USUAL_LAYER_TIME_S,
-    max_layers: int | None = None,
 ) -> LayerRange:
-    """The span, ends on the grid, with which this machine helps the swarm most.
+    """The span with both ends on the grid that helps the swarm most and fits in `memory` bytes.
 
-    `served` is `service_rates` of the others. Gaps come first: the shortest span over the most layers that
-    nobody serves, which is the whole model where there is no one else and it fits. Without gaps it is the
-    span after which the worst served layer is served best, then the second worst, and so on: a swarm is
-    as fast as its worst served layer. `max_layers` caps the length.
+    `served` is `service_rates` of the other peers. Unserved layers come first: the shortest span with the most of
+    them, which is the whole model if no other peer serves it and it fits. If all layers are served, the span that
+    raises the slowest layer's rate most, then the second slowest's, and so on: a swarm is as fast as its slowest layer.
 
-    Raises ConfigError where nothing fits, naming what the smallest choice needs.
+    Raises ConfigError if no span fits, naming what the smallest one needs.
     """
     if len(served) != len(manifest.layers):
-        raise ConfigError(f"{len(served)} service rates for {len(manifest.layers)} layers: give one a layer")
-    if max_layers is not None and max_layers < 1:
-        raise ConfigError(f"max_layers is {max_layers}; 1 or more are possible")
+        raise ConfigError(f"{len(served)} service rates for {len(manifest.layers)} layers: give one per layer")
     choices = [
-        LayerRange(first, last)
-        for index, first in enumerate(manifest.grid)
-        for last in manifest.grid[index + 1 :]
-        if max_layers is None or last - first <= max_layers
+        LayerRange(first, last) for index, first in enumerate(manifest.grid) for last in manifest.grid[index + 1 :]
     ]
-    if not choices:
-        shortest = min(b - a for a, b in zip(manifest.grid, manifest.grid[1:], strict=False))
-        raise ConfigError(f"max_layers is {max_layers}; the shortest piece of {manifest.name} has {shortest} layers")
     cost = {span: needed_bytes(manifest, span, kv=kv, kv_tokens=kv_tokens, graphs=graphs) for span in choices}
     fitting = [span for span in choices if cost[span] <= memory]
     if not fitting:
-        least = min(choices, key=cost.__getitem__)
+        smallest = min(choices, key=cost.__getitem__)
         raise ConfigError(
-            f"{in_words(memory)} hold no part of {manifest.name}: layers {least}, the smallest, need "
-            f"{in_words(cost[least])} with {kv_tokens} tokens cached; allow more memory or fewer tokens"
+            f"{in_words(memory)} hold no span of {manifest.name}: layers {smallest}, the smallest, need "
+            f"{in_words(cost[smallest])} with {kv_tokens} tokens cached; allow more memory or fewer tokens"
         )
 
-    def after(span: LayerRange) -> list[float]:
-        own = 1 / (layer_time_s * work(manifest, span))
-        # Rounded, so that sums of the same rates in another order tie, and the first span wins.
+    def rates_with(span: LayerRange) -> list[float]:
+        """The rates with this peer on `span`, the slowest layer first."""
+        own = 1 / (_ASSUMED_LAYER_TIME_S * work(manifest, span))
+        # Rounded: sums of the same rates in another order must tie, which selects the first span.
         return sorted(round(rate + own * (layer in span), 6) for layer, rate in enumerate(served))
 
-    if any(layers_filled(span, served) for span in fitting):
-        return max(fitting, key=lambda span: (layers_filled(span, served), -len(span)))
-    return max(fitting, key=after)
+    if any(unserved_layers(span, served) for span in fitting):
+        return max(fitting, key=lambda span: (unserved_layers(span, served), -len(span)))
+    return max(fitting, key=rates_with)
 
 
-def layers_filled(span: LayerRange, served: Sequence[float]) -> int:
-    """How many layers of `span` nobody serves; `served` is `service_rates` of the others."""
+def unserved_layers(span: LayerRange, served: Sequence[float]) -> int:
+    """The number of layers of `span` that no peer serves. `served` is `service_rates` of the other peers."""
     return sum(served[layer] <= 0 for layer in span)

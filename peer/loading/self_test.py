@@ -1,7 +1,7 @@
-"""A span's first run, in a process of its own, so that a plugin that crashes becomes a message.
+"""The self-test of a span, in a child process: a crash of a device plugin becomes an error message.
 
-`python -m peer.loading.self_test PACKAGE A:B [options]` composes and compiles (which fills the cache for the peer
-itself, where the engine has one), runs made-up input, and writes one line of JSON. `self_test` runs that and reads the
+`python -m peer.loading.self_test PACKAGE A:B [options]` composes and compiles the span (which fills the engine's cache
+of compiled graphs for the peer), runs random input, and writes one line of JSON. `self_test` starts it and reads the
 line.
 """
 
@@ -32,28 +32,28 @@ from swarm.model.manifest import Manifest, load_manifest
 from swarm.model.spans import LayerRange
 from swarm.process.child_process import module_command, module_environment
 
-_PREFILL, _DECODES, _AGAIN = 64, 16, 4
+_PREFILL_TOKENS, _DECODE_STEPS, _REWIND_TOKENS = 64, 16, 4
 _KV_TOKENS = 256
 SESSION = "self-test"
-# How far the same step may differ after a rewind, as a share of the largest number in it.
+# Allowed difference between the results of a step before and after a rewind, relative to the largest value.
 _TOLERANCE = {"f32": 1e-3}
-_LOOSE_TOLERANCE = 0.1  # bf16 and a cache of 8 bits
+_LOOSE_TOLERANCE = 0.1  # bf16, and KV caches of 8 bits
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfTest:
-    """What a span does here. Times are seconds a layer: for one decoded token, for one token of a prompt.
+    """The result of a self-test. Times are seconds per layer: of a decode step, and of one token in prefill.
 
-    `instead` says why `engine` is not the one that was to be tried first; empty where it is. `remembered`: an earlier
-    start passed it, and this one has not tested anything yet.
+    `fallback_reason` says why the first choice of engine failed; empty if it is `engine`. `remembered` marks the result
+    of an earlier start.
     """
 
     numerics: str
     layer_time_s: float
     prefill_time_s: float
     engine: EngineKind = "stateful"
-    instead: str = ""
+    fallback_reason: str = ""
     remembered: bool = False
 
 
@@ -68,23 +68,23 @@ async def self_test(
     cache_dir: Path | None = None,
     timeout: float = 900.0,
 ) -> SelfTest:
-    """Run the test in a child process, another one for another engine where `engine` leaves the choice.
+    """Run the test in a child process; with `engine="auto"`, once for each engine until one passes.
 
-    The child never outlives this call, cancelled or not. Raises EngineError that says how the test failed and what
-    to try, PackageError for the files, ConfigError for a choice that the device cannot have.
+    The child never outlives this call, even if it is cancelled. Raises EngineError that says how the test failed and
+    what to try, PackageError for the files, ConfigError if the device cannot run the engine.
     """
-    instead = ""
+    fallback_reason = ""
     *others, last = engines_to_try(engine, device)
     for kind in others:
         try:
-            return await _test(package, span, kind, device, precision, threads, cache_dir, timeout)
+            return await _run_child(package, span, kind, device, precision, threads, cache_dir, timeout)
         except EngineError as error:
-            instead = str(error)
-    tested = await _test(package, span, last, device, precision, threads, cache_dir, timeout)
-    return replace(tested, instead=instead)
+            fallback_reason = str(error)
+    tested = await _run_child(package, span, last, device, precision, threads, cache_dir, timeout)
+    return replace(tested, fallback_reason=fallback_reason)
 
 
-async def _test(
+async def _run_child(
     package: Path,
     span: LayerRange,
     kind: EngineKind,
@@ -98,7 +98,7 @@ async def _test(
     command += ["--parent", str(os.getpid()), "--engine", kind, "--device", device]
     command += ["--precision", precision, "--threads", str(threads)]
     command += ["--cache-dir", str(cache_dir)] if cache_dir else []
-    # A session of its own: Ctrl-C in a terminal is the peer's to handle.
+    # A new process group: Ctrl-C in a terminal must reach the peer only.
     child = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.DEVNULL,
@@ -113,7 +113,7 @@ async def _test(
     except TimeoutError as error:
         raise EngineError(
             f"the self-test of layers {span} did not end within {timeout:.0f} s: serve fewer layers, "
-            "or look whether this machine is busy"
+            "or check whether this machine is busy"
         ) from error
     finally:
         if child.returncode is None:
@@ -124,49 +124,52 @@ async def _test(
 
 
 def read_outcome(code: int, out: bytes, err: bytes, *, span: LayerRange, device: str, precision: str) -> SelfTest:
-    """The child's exit code and output as a result. Raises as `self_test` does."""
-    last = ([line.strip() for line in err.decode(errors="replace").splitlines() if line.strip()] or [""])[-1]
+    """Convert the child's exit code and output. Raises as `self_test` does."""
+    last_line = ([line.strip() for line in err.decode(errors="replace").splitlines() if line.strip()] or [""])[-1]
     if code < 0:
         try:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
         if name == "SIGKILL":
-            advice = "most likely for want of memory; serve fewer layers or lower --max-memory"
+            advice = "probably out of memory; serve fewer layers or lower --max-memory"
         elif precision != "accuracy":
             advice = "try --precision accuracy"
         else:
             advice = "try another --device, or --threads 1"
         raise EngineError(f"{device} died of {name} in the self-test of layers {span}: {advice}")
     if code == PackageError.exit_code:
-        raise PackageError(last)
+        raise PackageError(last_line)
     if code != 0:
-        raise EngineError(f"the self-test of layers {span} on {device} failed: {last or f'exit code {code}'}")
+        raise EngineError(f"the self-test of layers {span} on {device} failed: {last_line or f'exit code {code}'}")
     try:
         return SelfTest(**json.loads(out.splitlines()[-1]))
     except (ValueError, IndexError, TypeError) as error:
         raise EngineError(f"the self-test of layers {span} ended without a result: {out[-200:]!r}") from error
 
 
-def run_here(engine: Engine, manifest: Manifest, *, room: int) -> SelfTest:
-    """Prefill, decode, rewind and decode again, within `room` tokens. Raises EngineError where the numbers are not
-    right."""
+def run_self_test(engine: Engine, manifest: Manifest, *, max_tokens: int) -> SelfTest:
+    """Time prefill and decode, then compare a step before and after a rewind. Takes at most `max_tokens` positions.
+
+    Raises EngineError if a step fails or the results differ.
+    """
     span = engine.span
-    prefill = max(min(_PREFILL, room - _DECODES), 1)
-    feed = _Feeder(engine, manifest, max_tokens=min(_PREFILL + _DECODES, room))
+    prefill = max(min(_PREFILL_TOKENS, max_tokens - _DECODE_STEPS), 1)
+    feed = _Feeder(engine, manifest, max_tokens=min(_PREFILL_TOKENS + _DECODE_STEPS, max_tokens))
     feed(0, prefill)
     prefill_s = statistics.median([_timed(feed, 0, prefill) for _ in range(3)])
-    decodes = min(_DECODES, room - prefill)
+    decodes = min(_DECODE_STEPS, max_tokens - prefill)
     decode_s = statistics.median([_timed(feed, prefill + i, 1) for i in range(decodes)] or [prefill_s / prefill])
 
-    start = max(prefill - _AGAIN, 0)
+    start = max(prefill - _REWIND_TOKENS, 0)
     first = feed(start, prefill - start)
     again = feed(start, prefill - start)
     tolerance = _TOLERANCE.get(engine.numerics.kv, _LOOSE_TOLERANCE)
     difference, scale = float(np.abs(first - again).max()), float(np.abs(first).max())
     if difference > tolerance * max(scale, 1e-6):
         raise EngineError(
-            f"layers {span} gave other numbers after a rewind: {difference:.3g} apart at a size of {scale:.3g}"
+            f"layers {span} computed different values after a rewind: they differ by {difference:.3g}, "
+            f"and the largest is {scale:.3g}"
         )
     return SelfTest(
         numerics=str(engine.numerics),
@@ -176,7 +179,7 @@ def run_here(engine: Engine, manifest: Manifest, *, room: int) -> SelfTest:
 
 
 class _Feeder:
-    """Made-up tokens and hidden states, the same at the same position, into one session."""
+    """Feeds one session with random tokens and hidden states, always the same ones at the same position."""
 
     def __init__(self, engine: Engine, manifest: Manifest, *, max_tokens: int) -> None:
         random = np.random.default_rng(0)
@@ -202,13 +205,13 @@ class _Feeder:
 
 
 def _timed(feed: _Feeder, start: int, n: int) -> float:
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     feed(start, n)
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The child. Writes a line of JSON and returns 0, or an error's sentence on stderr and its exit code."""
+    """The child process. Writes the result as a line of JSON, or an error to stderr; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m peer.loading.self_test")
     parser.add_argument("package", type=Path)
     parser.add_argument("span", type=LayerRange.parse)
@@ -218,26 +221,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", default="stateful", choices=get_args(EngineKind))
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--cache-dir", type=Path)
-    given = parser.parse_args(arguments)
-    if given.parent is not None:
-        _die_with(given.parent)
+    options = parser.parse_args(arguments)
+    if options.parent is not None:
+        _exit_with_parent(options.parent)
     try:
-        manifest = load_manifest(given.package)
-        kind: EngineKind = given.engine
+        manifest = load_manifest(options.package)
+        kind: EngineKind = options.engine
         engine = open_chosen_engine(
             kind,
-            given.package,
+            options.package,
             manifest,
-            given.span,
+            options.span,
             kv_tokens=_KV_TOKENS,
-            device=given.device,
-            precision=given.precision,
-            threads=given.threads,
-            cache_dir=given.cache_dir,
+            device=options.device,
+            precision=options.precision,
+            threads=options.threads,
+            cache_dir=options.cache_dir,
         )
-        result = replace(run_here(engine, manifest, room=max_tokens_of(kind, manifest)), engine=kind)
+        result = replace(run_self_test(engine, manifest, max_tokens=max_tokens_of(kind, manifest)), engine=kind)
     except UnsupportedModel as error:
-        sys.stderr.write(f"{error}\n")  # the model's files are all right: another engine may run them
+        sys.stderr.write(f"{error}\n")  # Not a fault of the files: another engine may run them.
         return EngineError.exit_code
     except SwarmError as error:
         sys.stderr.write(f"{error}\n")
@@ -246,11 +249,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _die_with(parent: int) -> None:
-    """Linux ends this process when the peer that started it is gone, however that ended."""
+def _exit_with_parent(parent: int) -> None:
+    """Have Linux kill this process when the peer that started it ends, even by a crash."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended while this process was still importing
+    if os.getppid() != parent:  # The parent ended during the imports.
         sys.exit(128 + signal.SIGKILL)
 
 

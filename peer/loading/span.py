@@ -1,4 +1,4 @@
-"""Loading a span: the engine, its room for KV cache, and how parts of it are compiled on demand."""
+"""Loads a span: its engine, its KV cache, and the segments that are compiled on demand."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange
 
 _log = logging.getLogger(__name__)
-_PARTS = 2
+_MAX_SEGMENTS = 2
 _SPARE_SHARE = 0.2
 
 
 def load_span(config: JoinConfig, span_files: SpanFiles, tested: SelfTest) -> Serving:
-    """Compile the span as it was tested. Blocks for seconds. Raises PackageError, EngineError, ConfigError.
+    """Compile the span for the engine that passed the self-test. Blocks for seconds.
 
-    Paged engines of parts have their caches in the whole span's: all sessions together take no more than it has.
+    Paged engines of segments share the KV cache of the whole span: all sessions together are limited by it.
+    Raises PackageError, EngineError, ConfigError.
     """
     span_files = replace(span_files, engine=tested.engine)
     kv = Numerics.parse(tested.numerics).kv
-    kv_tokens, left = divide_memory(
+    kv_tokens, segment_memory = divide_memory(
         span_files, kv, config.kv_tokens, kv_memory=config.kv_memory, paged=span_files.engine == "paged"
     )
     store: KvStore | None = None
@@ -59,27 +60,28 @@ def load_span(config: JoinConfig, span_files: SpanFiles, tested: SelfTest) -> Se
         if config.kv_spill is not None:
             store.spill_to(Spill(config.kv_spill, max_bytes=config.kv_spill_size))
     elif config.kv_spill is not None:
-        _log.warning("--kv-spill is for the paged engine, which does not run here: nothing goes to disk")
+        _log.warning("--kv-spill needs the paged engine, which does not run on this peer: no KV cache goes to disk")
 
-    def part_bytes(layers: LayerRange) -> int:
-        """What a graph of these layers adds to this process."""
+    def segment_bytes(layers: LayerRange) -> int:
+        """The memory that a graph of these layers adds to this process."""
         return weight_bytes(span_files.manifest, layers, kv, span_files.graphs) + step_bytes(
             span_files.manifest.hidden_size
         )
 
     def refuse(layers: LayerRange) -> str:
-        free = min(left / _PARTS, psutil.virtual_memory().available * (1 - _SPARE_SHARE))
-        needed = part_bytes(layers)
+        """Why there is no memory for a graph of these layers; empty if there is."""
+        free = min(segment_memory / _MAX_SEGMENTS, psutil.virtual_memory().available * (1 - _SPARE_SHARE))
+        needed = segment_bytes(layers)
         return "" if needed <= free else f"it takes {in_words(needed)}, and {in_words(int(free))} may be used"
+
+    def fits(layers: LayerRange) -> bool:
+        return segment_bytes(layers) <= segment_memory / _MAX_SEGMENTS
 
     span = span_files.span
     entries = tuple(
         edge
         for edge in span_files.manifest.grid
-        if span.first < edge < span.last
-        and all(
-            part_bytes(side) <= left / _PARTS for side in (LayerRange(span.first, edge), LayerRange(edge, span.last))
-        )
+        if span.first < edge < span.last and fits(LayerRange(span.first, edge)) and fits(LayerRange(edge, span.last))
     )
     return Serving(
         manifest=span_files.manifest,
@@ -92,12 +94,12 @@ def load_span(config: JoinConfig, span_files: SpanFiles, tested: SelfTest) -> Se
         if span_files.engine == "static" and span_files.manifest.static
         else 0,
         entries=entries,
-        builder=Builder(build=build, refuse=refuse, most=_PARTS),
+        builder=Builder(build=build, refuse=refuse, most=_MAX_SEGMENTS),
     )
 
 
 def _limits(span_files: SpanFiles, kv_tokens: int) -> SessionLimits:
-    """For sessions that share `kv_tokens` of cache. On static graphs each takes its slots, however long its text."""
+    """The limits for `kv_tokens` of KV cache. On static graphs each session takes all its slots, however short."""
     static = span_files.manifest.static
     if span_files.engine != "static" or static is None:
         return SessionLimits(kv_total=kv_tokens, reserves=span_files.engine != "paged")

@@ -1,1 +1,1 @@
-"""What this machine allows at most: the same graphs with less around them."""
+"""Upper bounds on this machine: the same graphs with less software around them."""

@@ -1,10 +1,9 @@
-"""Two stages that are never idle: what two peers could reach at most, on this machine, with batches of a given size.
+"""Two stages that are never idle: an upper bound of two peers on this machine, with batches of a given size.
 
-Each stage is a process on its core that decodes one batch after the other, both at the same time, without a network, a
-client or a wait: what is left is a stage's compute for half of the users. `python -m reproduction.bounds.never_idle
-PACKAGE FIRST
-LAST PRECISION` is such a stage: for each number of sessions on its standard input it prints the seconds that a step of
-a token each takes.
+Each stage is a process on its own core that decodes one batch after the other, both at the same time, without network,
+client or waiting: only the compute of a stage for half of the users remains.
+`python -m reproduction.bounds.never_idle PACKAGE FIRST LAST PRECISION` runs one stage: for each number of sessions on
+its standard input it prints the seconds of a step with one token each.
 """
 
 from __future__ import annotations
@@ -31,30 +30,30 @@ _KV_TOKENS = 4096
 
 
 class Stages:
-    """Made by `busy_stages`."""
+    """The pipes of the stages that `busy_stages` starts."""
 
-    def __init__(self, ends: Sequence[tuple[IO[str], IO[str]]]) -> None:
-        self._ends = ends
+    def __init__(self, pipes: Sequence[tuple[IO[str], IO[str]]]) -> None:
+        self._pipes = pipes
 
     def speed(self, users: int) -> float:
-        """Tokens a second of `users` in two halves, of which each stage always has one."""
-        for stdin, _ in self._ends:
+        """Tokens per second of `users` in two halves; each stage always computes one half."""
+        for stdin, _ in self._pipes:
             stdin.write(f"{users // 2}\n")
-        slowest = max(float(stdout.readline()) for _, stdout in self._ends)
+        slowest = max(float(stdout.readline()) for _, stdout in self._pipes)
         return (users // 2) / slowest
 
 
 @contextmanager
 def busy_stages(model: Model, spans: Sequence[LayerRange], precision: str) -> Iterator[Stages]:
-    """A process for each span, each on a core of its own."""
-    with stage_processes("reproduction.bounds.never_idle", model, spans, precision) as ends:
-        stages = Stages(ends)
-        stages.speed(2)  # both have compiled
+    """A process for each span, each on its own core."""
+    with stage_processes("reproduction.bounds.never_idle", model, spans, precision) as pipes:
+        stages = Stages(pipes)
+        stages.speed(2)  # Warms up both.
         yield stages
 
 
 class Stage:
-    """One span, and sessions that decode on it together."""
+    """One span, and sessions that decode on it in one batch."""
 
     def __init__(self, package: Path, span: LayerRange, precision: str) -> None:
         manifest = load_manifest(package)
@@ -63,19 +62,19 @@ class Stage:
         self._hidden = np.random.default_rng(0).standard_normal((PROMPT, manifest.hidden_size)).astype(np.float32)
 
     def decode(self, count: int) -> float:
-        """The median of the seconds that a token of each of `count` sessions takes."""
+        """The median seconds of a step with one token of each of `count` sessions."""
         sessions = [f"user {number}" for number in range(count)]
         for session in sessions:
             self._engine.open(session, PROMPT + TOKENS)
         self._engine.forward([self._step(session, 0, PROMPT) for session in sessions])
-        took = []
+        seconds = []
         for start in range(PROMPT, PROMPT + TOKENS):
-            began = time.perf_counter()
+            started = time.perf_counter()
             self._engine.forward([self._step(session, start, 1) for session in sessions])
-            took.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - started)
         for session in sessions:
             self._engine.close(session)
-        return statistics.median(took)
+        return statistics.median(seconds)
 
     def _step(self, session: str, start: int, count: int) -> Step:
         return Step(

@@ -1,4 +1,4 @@
-"""A pipeline without peers: one engine in this process answers the windows, each when it is asked for."""
+"""A pipeline without peers: one engine in this process computes each window when its answer is requested."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ _SESSION = "the only one"
 
 
 class EnginePipeline:
-    """What `client.speculation.speculation.Speculation` uses of a `Pipeline`. A window that was sent is run when its
-    answer is asked for, unless it became void before."""
+    """The part of `Pipeline` that `client.speculation.speculation.Speculation` uses.
+
+    A sent window is computed when its answer is requested, unless it became void before.
+    """
 
     def __init__(
         self,
@@ -36,7 +38,7 @@ class EnginePipeline:
         clock: Callable[[], float] = time.perf_counter,
         static: StaticSpec | None = None,
     ) -> None:
-        """A trip takes so many `turns` of the event loop beside its compute. `static` is what a static engine has."""
+        """A trip takes `turns` turns of the event loop besides its compute. `static` describes a static engine."""
         self._furthest = static.furthest if static is not None else lambda length: max_tokens
         self.max_windows = 0
         self.on_answer: Callable[[Answer], None] = lambda answer: None
@@ -78,7 +80,7 @@ class EnginePipeline:
         rows = start + len(tokens) - len(known) + 1
         assert tokens[-rows] == known[-1]
         assert self._cached[:start] == list(known[:start])
-        began = self._clock()
+        started = self._clock()
         step = Step(session=_SESSION, start=start, tokens=np.array(tokens, np.int32), rows=rows)
         (logits,) = self._engine.forward([step])
         assert not isinstance(logits, SwarmError), logits
@@ -90,10 +92,10 @@ class EnginePipeline:
             for i, row in enumerate(logits)
         ]
         now = self._clock()
-        trace = HopTrace(peer="", queue_s=0.0, compute_s=now - began, codec_s=0.0, received_at=began, sent_at=now)
+        trace = HopTrace(peer="", queue_s=0.0, compute_s=now - started, codec_s=0.0, received_at=started, sent_at=now)
         forward = Forward(session="0" * 8, epoch=0, step=0, start=start, rows=rows, tokens=step.tokens)
         output = Output(session="0" * 8, epoch=0, step=0, ids=np.array(ids, np.int32), trace=(trace,))
-        answer = Answer(forward=forward, output=output, sent_at=began, received_at=now)
+        answer = Answer(forward=forward, output=output, sent_at=started, received_at=now)
         self.on_answer(answer)
         return answer
 
@@ -101,7 +103,7 @@ class EnginePipeline:
 async def write(
     engine: Engine, prompt: list[int], count: int, draft: Draft | None, *, k: int | None = None
 ) -> tuple[float, list[int], SpeculationReport | None]:
-    """Seconds from the first token to the last, the tokens, and how guessing went."""
+    """Generate `count` tokens. Returns the seconds after the first token, the tokens, and the speculation report."""
     loop = asyncio.get_running_loop()
     guesser = None
     if draft is not None:
@@ -112,10 +114,10 @@ async def write(
     speculation = Speculation(pipeline, known, Sampling(), limit=len(prompt) + count - 1, guesser=guesser)  # type: ignore[arg-type]
     pipeline.on_answer = speculation.hear
     await speculation.next()
-    began = loop.time()
+    started = loop.time()
     while len(known) < len(prompt) + count:
         await speculation.go_on()
         await speculation.next()
-    took = loop.time() - began
+    seconds = loop.time() - started
     await speculation.close()
-    return took, known[len(prompt) :][:count], speculation.report()
+    return seconds, known[len(prompt) :][:count], speculation.report()

@@ -1,4 +1,4 @@
-"""openvino_genai on one core: the unsplit model, for one user and for many."""
+"""openvino_genai on one core: the unsplit model for one user and for many."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def _greedy(count: int) -> Any:
 
 
 class Single:
-    """One user: `LLMPipeline` as it is by default, on the first core."""
+    """One user: `LLMPipeline` with its defaults, on the first core."""
 
     def __init__(self, model: Model, precision: str = "accuracy") -> None:
         with on_core(CORES[0]):
             self._pipeline = openvino_genai.LLMPipeline(str(model.ir), "CPU", **settings(precision, 1))
 
     def write(self, prompt: Sequence[int], count: int) -> tuple[float, float, tuple[int, ...]]:
-        """Tokens a second of decoding, seconds to the first token, and the token ids."""
+        """Tokens per second in decode, seconds to the first token, and the token ids."""
         with on_core(CORES[0]):
             inputs = ov.Tensor(np.array([prompt], np.int64))
             result = self._pipeline.generate(inputs, _greedy(count))
@@ -40,7 +40,7 @@ class Single:
         return 1000.0 / per_token, float(metrics.get_ttft().mean) / 1000.0, tuple(result.tokens[0])
 
     def speed(self, prompt: Sequence[int], count: int) -> float:
-        """Tokens a second from the question to the last token, as users of peers are measured."""
+        """Tokens per second from the request to the last token, as for users of peers."""
         decoding, first_s, _ = self.write(prompt, count)
         return count / (first_s + (count - 1) / decoding)
 
@@ -57,11 +57,11 @@ class Batched:
                 str(model.ir), scheduler, "CPU", settings(precision, 1), {}
             )
 
-    def together(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[float, list[tuple[int, ...]]]:
-        """All at once: tokens a second from the first question to the last token, and each one's token ids."""
+    def run_all(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[float, list[tuple[int, ...]]]:
+        """Tokens per second from the first request to the last token, and the token ids of each prompt."""
         tensors = [ov.Tensor(np.array([prompt], np.int64)) for prompt in prompts]
         with on_core(CORES[0]):
-            began = time.perf_counter()
+            started = time.perf_counter()
             results = self._pipeline.generate(tensors, [_greedy(count)] * len(prompts))
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - started
         return len(prompts) * count / seconds, [tuple(result.m_generation_ids[0]) for result in results]

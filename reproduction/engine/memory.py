@@ -1,11 +1,10 @@
-"""Resident memory of a peer against the bytes of its span.
+"""Resident memory of a peer against the size of its span, and against what `swarm join` plans for it.
 
-What an empty peer costs is measured as one: a peer of a model of the same shape whose layers weigh next
-to nothing would still load Python, a node of the DHT, OpenVINO and its plugin. Here it is a bootstrap
-member, plus what OpenVINO adds to a process that has compiled a graph of one addition.
+An empty peer has no layers but loads Python, a DHT node, OpenVINO and its plugin. It is measured as a bootstrap peer
+plus the memory that OpenVINO adds to a process that compiles a graph of one addition.
 
-Two models, for small matrices are packed twice and large ones once (`swarm.model.memory_footprint`): SmolLM2-135M,
-and six layers of Llama-3.2-1B's widths. Beside each peer stands what `swarm join` plans for it.
+Two models, because small matrices are packed twice and large ones once (`swarm.model.memory_footprint`): SmolLM2-135M,
+and six layers with the widths of Llama-3.2-1B.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import psutil
 from client.client import SwarmClient
 from client.config import GenerationConfig
 from peer.loading.capacity import needed_bytes
-from reproduction.experiment import Report, Row, Say
+from reproduction.experiment import Log, Report, Row
 from reproduction.harness.machine import machine
 from reproduction.harness.peers import pinned_swarm
 from reproduction.models.real import Model, smollm2
@@ -44,15 +43,15 @@ print(psutil.Process().memory_info().rss - before)
 """
 
 
-def run(say: Say) -> Report:
-    small = smollm2(say)
+def run(log: Log) -> Report:
+    small = smollm2(log)
     empty = _bootstrap() + int(
         subprocess.run([sys.executable, "-c", _OPENVINO], check=True, capture_output=True).stdout
     )
-    say(f"an empty peer takes {empty / 1e6:.0f} MB")
+    log(f"an empty peer takes {empty / 1e6:.0f} MB")
     rows = [Row(configuration="empty peer", value=empty / 1e6, unit="MB")]
     ratios, planned = {}, {}
-    for model, cases in ((small, _SMALL), (wide_shaped(say), _WIDE)):
+    for model, cases in ((small, _SMALL), (wide_shaped(log), _WIDE)):
         for name, texts in cases.items():
             spans = [LayerRange.parse(text) for text in texts]
             for span, resident in zip(spans, _resident(model, spans), strict=True):
@@ -62,11 +61,11 @@ def run(say: Say) -> Report:
                 key = f"{name}_{span.first}_{span.last}"
                 ratios[key] = (resident - empty - kv) / size
                 planned[f"planned_{key}"] = plan / resident
-                for what, value in (("on disk", size), ("resident", resident), ("planned", plan)):
-                    rows.append(Row(configuration=f"{name} {span}: {what}", value=value / 1e6, unit="MB"))
-                say(
+                for quantity, value in (("on disk", size), ("resident", resident), ("planned", plan)):
+                    rows.append(Row(configuration=f"{name} {span}: {quantity}", value=value / 1e6, unit="MB"))
+                log(
                     f"{name} {span}: {resident / 1e6:.0f} MB resident ({plan / 1e6:.0f} planned), "
-                    f"{ratios[key]:.2f} of its span beside KV and an empty peer"
+                    f"{ratios[key]:.2f} of its span without KV and an empty peer"
                 )
     return Report(
         experiment="memory",
@@ -76,7 +75,7 @@ def run(say: Say) -> Report:
         goals=dict.fromkeys(ratios, ("<=", 1.3)) | dict.fromkeys(planned, (">=", 1.0)),
         notes=[
             f"(resident - KV of {TOKENS} tokens in f32 - empty peer) / span on disk, after a generation",
-            "planned: what `swarm join` counts with, by what was resident",
+            "planned: the memory that `swarm join` plans, relative to the resident memory",
         ],
     )
 

@@ -1,9 +1,8 @@
 """The whole model as one composed span against openvino_genai on the unsplit graph; with and without beam_idx.
 
-Both run on one thread in accuracy mode and decode the same tokens. openvino_genai runs twice: as it is
-by default (its paged-attention back end) and with the stateful back end, which is the same kind of
-graph as the span. The goal is held against the stateful one's like and reported against both. With and without
-`beam_idx` is measured on a graph of optimum-intel's with random weights (`reproduction.models.shaped` says why).
+Both run on one thread in accuracy mode and decode the same tokens. openvino_genai runs twice: with its default
+(paged-attention) back end, and with the stateful back end, the same kind of graph as the span. The goal refers to the
+stateful one. `beam_idx` is compared on a graph of optimum-intel with random weights (see `reproduction.models.shaped`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 import openvino_genai
 from numpy.typing import NDArray
 
-from reproduction.experiment import Report, Row, Say, interleaved, median_ratio, medians
+from reproduction.experiment import Log, Report, Row, interleaved, median_ratio, medians
 from reproduction.harness.local import Runner, Unsplit, chain, decode, settings, without_beam_idx
 from reproduction.harness.machine import machine
 from reproduction.models.real import Model, smollm2
@@ -26,15 +25,15 @@ TOKENS = 128
 THREADS = 1
 
 
-def run(say: Say) -> Report:
-    model = smollm2(say)
+def run(log: Log) -> Report:
+    model = smollm2(log)
     default, stateful = _pipeline(model), _pipeline(model, ATTENTION_BACKEND="SDPA")
     prompt = np.asarray(default.get_tokenizer().encode(PROMPT).input_ids.data[0], np.int32)
     runners: dict[str, Runner] = {
         "unsplit": Unsplit(model.ir, "accuracy", THREADS),
         "span": chain(model, [model.manifest.span], "accuracy", THREADS),
     }
-    shaped = smollm2_shaped(say)
+    shaped = smollm2_shaped(log)
     ablation: dict[str, Runner] = {
         "with": chain(shaped, [shaped.manifest.span], "accuracy", THREADS),
         "without": without_beam_idx(shaped, "accuracy", THREADS),
@@ -48,7 +47,7 @@ def run(say: Say) -> Report:
             **{name: _timed(runner, prompt, reference) for name, runner in runners.items()},
             **{name: _timed(runner, prompt, random_reference) for name, runner in ablation.items()},
         },
-        say,
+        log,
     )
     middle = medians(samples)
     return Report(

@@ -6,19 +6,19 @@ from collections.abc import Callable
 
 import numpy as np
 
-from reproduction.experiment import Report, Row, Say, interleaved, median_ratio, medians
-from reproduction.harness.local import Runner, Unsplit, chain, decode, even, paged_chain
+from reproduction.experiment import Log, Report, Row, interleaved, median_ratio, medians
+from reproduction.harness.local import Runner, Unsplit, chain, decode, even_spans, paged_chain
 from reproduction.harness.machine import machine
 from reproduction.models.real import smollm2
 
 TOKENS = 128
 THREADS = 1
-WAYS = (1, 2, 3, 4)
+STAGES = (1, 2, 3, 4)
 PUBLISHED = {1: 23.93, 2: 20.56, 3: 21.56}
 
 
-def run(say: Say) -> Report:
-    model = smollm2(say)
+def run(log: Log) -> Report:
+    model = smollm2(log)
     prompt = np.arange(1000, 1016, dtype=np.int32)
     unsplit = Unsplit(model.ir, "accuracy", THREADS)
     reference = decode(unsplit, prompt, TOKENS)[1]
@@ -32,15 +32,11 @@ def run(say: Say) -> Report:
 
         return measure
 
-    chains = {f"stages{ways}": paged_chain(model, even(model, ways), THREADS) for ways in WAYS}
-    chains |= {f"stateful_stages{ways}": chain(model, even(model, ways), "accuracy", THREADS) for ways in WAYS}
-    samples = interleaved(
-        {
-            "unsplit": timed(unsplit),
-            **{name: timed(runner) for name, runner in chains.items()},
-        },
-        say,
-    )
+    chains = {f"stages{stages}": paged_chain(model, even_spans(model, stages), THREADS) for stages in STAGES}
+    chains |= {
+        f"stateful_stages{stages}": chain(model, even_spans(model, stages), "accuracy", THREADS) for stages in STAGES
+    }
+    samples = interleaved({"unsplit": timed(unsplit), **{name: timed(runner) for name, runner in chains.items()}}, log)
     middle = medians(samples)
     return Report(
         experiment="shard_stages",
@@ -49,19 +45,19 @@ def run(say: Say) -> Report:
             Row(configuration="unsplit", value=middle["unsplit"], unit="tok/s", published=24.28),
             *(
                 Row(
-                    configuration=f"{engine}{ways} span{'s' * (ways > 1)}",
-                    value=middle[f"{prefix}stages{ways}"],
+                    configuration=f"{engine}{stages} span{'s' * (stages > 1)}",
+                    value=middle[f"{prefix}stages{stages}"],
                     unit="tok/s",
-                    published=PUBLISHED.get(ways),
+                    published=PUBLISHED.get(stages),
                 )
                 for engine, prefix in (("", ""), ("stateful, ", "stateful_"))
-                for ways in WAYS
+                for stages in STAGES
             ),
         ],
         ratios={name: median_ratio(samples, name, "unsplit") for name in chains},
         goals={"stages2": (">=", 0.97), "stages4": (">=", 0.92)},
         notes=[
-            "the paged engine, which `swarm join` takes by itself, unless stateful is said; unsplit is stateful",
+            "the paged engine, the default of `swarm join`, unless marked stateful; unsplit is stateful",
             f"{THREADS} thread, f32, {TOKENS} tokens; every split gave the unsplit graph's text",
         ],
     )

@@ -1,9 +1,9 @@
-"""Peak memory of the exporter by number of layers, on made-up checkpoints, in int4.
+"""Peak memory of the exporter by number of layers, on random checkpoints, in int4.
 
-The bound is 3 x the largest single piece in the source's precision + 1.5 GB. The big checkpoint (24 layers and both
-ends of Llama-3-8B's shape, 12.6 GB in bf16) is written into the cache folder and removed afterwards: it takes about
-20 GB of disk and ten minutes. Peak is the kernel's own figure of the process, mapped pages of files included; not
-that of getrusage, which a child inherits from whoever started it.
+The bound is 3 x the largest part in the source's precision + 1.5 GB. The big checkpoint (24 layers, embedding and head
+with the shape of Llama-3-8B, 12.6 GB in bf16) is written into the cache folder and removed afterwards: it takes about
+20 GB of disk and ten minutes. The peak is the kernel's VmHWM of the process, including mapped pages of files. The value
+of getrusage is useless here: a child process inherits it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from reproduction.experiment import Report, Row, Say
+from reproduction.experiment import Log, Report, Row
 from reproduction.harness.machine import machine
 from reproduction.models.made_up import LLAMA_8B, Shape, scratch, write_checkpoint
 from reproduction.models.real import smollm2
@@ -33,24 +33,24 @@ print(1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").rea
 """
 
 
-def run(say: Say, *, big_layers: int = BIG_LAYERS) -> Report:
-    tokenizer = smollm2(say).package
+def run(log: Log) -> Report:
+    tokenizer = smollm2(log).package
     peaks: dict[str, int] = {}
     seconds: dict[str, float] = {}
     sizes: dict[str, int] = {}
-    for name, shape, layers, room in (
+    for name, shape, layers, needed_gb in (
         ("20 layers", SMALL, 20, 4),
         ("40 layers", SMALL, 40, 4),
-        ("8B-shaped", LLAMA_8B, big_layers, 20),
+        ("8B-shaped", LLAMA_8B, BIG_LAYERS, 20),
     ):
-        with scratch(cache_folder() / "reproduction", room * 10**9) as work:
-            say(f"{name}: writing a checkpoint")
+        with scratch(cache_folder() / "reproduction", needed_gb * 10**9) as work:
+            log(f"{name}: writing a checkpoint")
             sizes[name] = write_checkpoint(work / "checkpoint", shape, layers, tokenizer)
-            begun = time.monotonic()
+            started = time.monotonic()
             peaks[name] = _peak(work / "checkpoint", work / "package")
-            seconds[name] = time.monotonic() - begun
-        say(f"{name}: {sizes[name] / 1e9:.1f} GB exported, at most {peaks[name] / 1e9:.2f} GB resident")
-    bound = 3 * LLAMA_8B.largest_piece() + _ALLOWANCE
+            seconds[name] = time.monotonic() - started
+        log(f"{name}: {sizes[name] / 1e9:.1f} GB exported, at most {peaks[name] / 1e9:.2f} GB resident")
+    bound = 3 * LLAMA_8B.largest_part() + _ALLOWANCE
     return Report(
         experiment="export_memory",
         machine=machine(),
@@ -66,7 +66,7 @@ def run(say: Say, *, big_layers: int = BIG_LAYERS) -> Report:
         },
         goals={"layers40_vs_layers20": ("<=", 1.05), "peak_vs_bound": ("<=", 1.0)},
         notes=[
-            "int4, group 128; the bound is 3 x the largest piece in bf16 + 1.5 GB; the published system could not "
+            "int4, group 128; the bound is 3 x the largest part in bf16 + 1.5 GB; the published system could not "
             "export 70B on 133 GB"
         ],
     )

@@ -1,6 +1,6 @@
-"""Seconds a layer of an export to int4, against nncf's own time to compress that layer's graph.
+"""Seconds per layer of an export to int4, against nncf's own time to compress the layer's graph.
 
-Layers of Llama-3-8B's shape. The first layer also pays for tracing, once for all layers alike, and is left out.
+Layers with the shape of Llama-3-8B. The first layer is not counted: it includes the tracing for all layers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from export.graph.compress import Format, compress
 from export.package.from_checkpoint import Work, write_parts
 from export.package.journal import Journal
 from export.package.parts import PartBuilder
-from reproduction.experiment import Report, Row, Say
+from reproduction.experiment import Log, Report, Row
 from reproduction.harness.machine import machine
 from reproduction.models.made_up import LLAMA_8B, scratch, write_checkpoint
 from reproduction.models.real import smollm2
@@ -25,16 +25,16 @@ from swarm.process.folders import cache_folder
 LAYERS = 6
 
 
-def run(say: Say, *, layers: int = LAYERS) -> Report:
-    tokenizer = smollm2(say).package
+def run(log: Log) -> Report:
+    tokenizer = smollm2(log).package
     with scratch(cache_folder() / "reproduction", 8 * 10**9) as folder:
-        say(f"writing {layers} layers")
-        write_checkpoint(folder / "checkpoint", LLAMA_8B, layers, tokenizer)
+        log(f"writing {LAYERS} layers")
+        write_checkpoint(folder / "checkpoint", LLAMA_8B, LAYERS, tokenizer)
         work = Work.on(folder / "checkpoint", Format(weights="int4"))
-        alone = _nncf(work, folder / "traced", say)
-        whole = _export(work, folder / "out.partial", say)
-        alone += _nncf(work, folder / "traced again", say)
-    middle = {"export": statistics.median(whole), "nncf": statistics.median(alone)}
+        nncf_seconds = _nncf(work, folder / "traced", log)
+        export_seconds = _export(work, folder / "out.partial", log)
+        nncf_seconds += _nncf(work, folder / "traced again", log)
+    middle = {"export": statistics.median(export_seconds), "nncf": statistics.median(nncf_seconds)}
     return Report(
         experiment="export_speed",
         machine=machine(),
@@ -44,31 +44,33 @@ def run(say: Say, *, layers: int = LAYERS) -> Report:
         ],
         ratios={"export_vs_nncf": middle["export"] / middle["nncf"]},
         goals={"export_vs_nncf": ("<=", 1.5)},
-        notes=[f"int4, group 128, medians of {len(whole)} and {len(alone)} layers of 218 million weights"],
+        notes=[
+            f"int4, group 128, medians of {len(export_seconds)} and {len(nncf_seconds)} layers of 218 million weights"
+        ],
     )
 
 
-def _export(work: Work, folder: Path, say: Say) -> list[float]:
-    """Seconds of each layer but the first: read, put in, compressed, written, hashed, compiled, recorded."""
+def _export(work: Work, folder: Path, log: Log) -> list[float]:
+    """Seconds to read, insert, compress, write, hash, compile and record each layer but the first."""
     times: list[float] = []
 
-    def note(_what: str, done: int, _total: int) -> None:
+    def on_progress(_part: str, done: int, _total: int) -> None:
         times.append(time.perf_counter())
-        say(f"exported {done}")
+        log(f"exported {done}")
 
-    write_parts(work, Journal(folder), [layer_part(i) for i in range(work.layers)], note)
+    write_parts(work, Journal(folder), [layer_part(i) for i in range(work.layers)], on_progress)
     return [after - before for before, after in pairwise(times[1:])]
 
 
-def _nncf(work: Work, folder: Path, say: Say) -> list[float]:
-    pieces = PartBuilder(work.decoder, work.family, folder)
+def _nncf(work: Work, folder: Path, log: Log) -> list[float]:
+    builder = PartBuilder(work.decoder, work.family, folder)
     seconds: list[float] = []
     for layer in range(work.layers):
-        piece = pieces.make(layer_part(layer), layer, (None,) * work.layers)
-        begun = time.perf_counter()
-        compress(piece.model, work.format, is_layer=True)
-        seconds.append(time.perf_counter() - begun)
-        del piece
+        part = builder.make(layer_part(layer), layer, (None,) * work.layers)
+        started = time.perf_counter()
+        compress(part.model, work.format, is_layer=True)
+        seconds.append(time.perf_counter() - started)
+        del part
         release_memory(work.decoder.checkpoint.directory)
-        say(f"nncf alone: layer {layer} {seconds[-1]:.2f} s")
+        log(f"nncf alone: layer {layer} {seconds[-1]:.2f} s")
     return seconds[1:]

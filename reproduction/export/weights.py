@@ -1,8 +1,8 @@
-"""SmolLM2 in each format of weights: size, speed, and perplexity on a text that lies beside this file.
+"""SmolLM2 in each weight format: size, speed, and perplexity on `text.txt` in this folder.
 
-The published checkpoint is not at hand: the weights are those of the 4-bit GGUF file, turned into f32, and f16 of them
-is what the others are compared with. They show what is lost when *these* weights are rounded again; groups of 32
-are the file's own. "GGUF Q4_1" is what openvino_genai's reader makes of the file: it rounds the minima of groups.
+The weights are those of the 4-bit GGUF file as f32, not those of the published checkpoint. The baseline is f16. The
+comparison shows the loss when *these* weights are rounded again; the file itself has groups of 32. "GGUF Q4_1" is the
+conversion by openvino_genai's reader, which rounds the minima of groups.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import openvino_genai
 from numpy.typing import NDArray
 
-from reproduction.experiment import Report, Row, Say, interleaved
+from reproduction.experiment import Log, Report, Row, interleaved
 from reproduction.harness.local import Chain, chain, decode
 from reproduction.harness.machine import machine
 from reproduction.models.checkpoints import smollm2_as
@@ -27,21 +27,21 @@ TEXT = Path(__file__).with_name("text.txt")
 ROUNDS, TOKENS, THREADS = 3, 64, 1
 
 
-def run(say: Say) -> Report:
+def run(log: Log) -> Report:
     models = {
-        "GGUF Q4_1": smollm2(say),
-        "f16": smollm2_as(say, "f16"),
-        "int8": smollm2_as(say, "int8"),
-        "int4 asym 32": smollm2_as(say, "int4", group=32),
-        "int4 asym 128": smollm2_as(say, "int4"),
-        "int4 asym 64": smollm2_as(say, "int4", group=64),
-        "int4 sym 128": smollm2_as(say, "int4", symmetric=True),
-        "int4 sym 64": smollm2_as(say, "int4", group=64, symmetric=True),
+        "GGUF Q4_1": smollm2(log),
+        "f16": smollm2_as(log, "f16"),
+        "int8": smollm2_as(log, "int8"),
+        "int4 asym 32": smollm2_as(log, "int4", group=32),
+        "int4 asym 128": smollm2_as(log, "int4"),
+        "int4 asym 64": smollm2_as(log, "int4", group=64),
+        "int4 sym 128": smollm2_as(log, "int4", symmetric=True),
+        "int4 sym 64": smollm2_as(log, "int4", group=64, symmetric=True),
     }
     tokens = _tokens(models["GGUF Q4_1"])
     runners = {name: chain(model, [model.manifest.span], "accuracy", THREADS) for name, model in models.items()}
     perplexity = {name: _perplexity(runner, tokens) for name, runner in runners.items()}
-    samples = interleaved({name: _timed(runner, tokens) for name, runner in runners.items()}, say, ROUNDS)
+    samples = interleaved({name: _timed(runner, tokens) for name, runner in runners.items()}, log, ROUNDS)
     sizes = {name: model.manifest.span_bytes(model.manifest.span) / 1e6 for name, model in models.items()}
     base = perplexity["f16"]
     return Report(
@@ -59,8 +59,8 @@ def run(say: Say) -> Report:
         ratios={f"perplexity_{name.replace(' ', '_')}": perplexity[name] / base for name in models},
         goals={"perplexity_int4_asym_64": ("<=", 1.1)},
         notes=[
-            f"{THREADS} thread, f32, {len(tokens)} tokens of text; hidden size 576 is no multiple of 128, so that "
-            "a group of 128 becomes 64 in all matrices but one a layer"
+            f"{THREADS} thread, f32, {len(tokens)} tokens of text; the hidden size 576 is no multiple of 128: "
+            "a group of 128 becomes 64 in all matrices but one per layer"
         ],
     )
 

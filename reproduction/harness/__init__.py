@@ -1,1 +1,1 @@
-"""What experiments share: processes, peers, users, distances, prompts."""
+"""Shared parts of experiments: processes, peers, users, network delay, prompts."""

@@ -1,4 +1,4 @@
-"""A gateway process before real peers, and callers of it: streams that note when each of their tokens came."""
+"""A gateway process before real peers, and streams that record the time of each token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT = "Once upon a time there was a"
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """One answer: its text, and at which second from its call each token came."""
+    """One answer: its text, and the seconds from the request to each token."""
 
     text: str
     times: Sequence[float]
@@ -38,15 +38,15 @@ class Stream:
         return [later - earlier for earlier, later in pairwise(self.times)]
 
 
-Ask = Callable[[int], Awaitable[Stream]]
-"""One answer of so many tokens."""
+StreamSource = Callable[[int], Awaitable[Stream]]
+"""Generates an answer with a number of tokens."""
 
 
 @contextmanager
-def gateway(swarm: LocalSwarm, model: str) -> Iterator[str]:
-    """`swarm serve` in a process of its own; gives its URL."""
-    words = ["serve", model, "--initial-peer", swarm.addresses[0], "--listen", "127.0.0.1:0", "--json"]
-    command = [*module_command("swarm.app.parent_watch"), str(os.getpid()), *words]  # it ends with this process
+def gateway_process(swarm: LocalSwarm, model: str) -> Iterator[str]:
+    """Run `swarm serve` as a child process. Yields its URL."""
+    arguments = ["serve", model, "--initial-peer", swarm.addresses[0], "--listen", "127.0.0.1:0", "--json"]
+    command = [*module_command("swarm.app.parent_watch"), str(os.getpid()), *arguments]  # It ends with this process.
     with subprocess.Popen(command, env=module_environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -55,10 +55,10 @@ def gateway(swarm: LocalSwarm, model: str) -> Iterator[str]:
             process.terminate()
 
 
-def through(client: openai.AsyncOpenAI, model: str) -> Ask:
-    """By way of a gateway, with OpenAI's own package."""
+def gateway_streams(client: openai.AsyncOpenAI, model: str) -> StreamSource:
+    """Streams from a gateway, read with the `openai` package."""
 
-    async def ask(tokens: int) -> Stream:
+    async def generate(tokens: int) -> Stream:
         async def texts() -> AsyncIterator[str]:
             stream = await client.completions.create(
                 model=model,
@@ -71,32 +71,32 @@ def through(client: openai.AsyncOpenAI, model: str) -> Ask:
             async for chunk in stream:
                 yield chunk.choices[0].text
 
-        return await _noted(texts())
+        return await _timed(texts())
 
-    return ask
+    return generate
 
 
-def directly(client: SwarmClient) -> Ask:
-    """The Python client's own stream."""
+def client_streams(client: SwarmClient) -> StreamSource:
+    """Streams from the Python client."""
 
-    async def ask(tokens: int) -> Stream:
+    async def generate(tokens: int) -> Stream:
         config = GenerationConfig(max_new_tokens=tokens, ignore_eos=True)
-        return await _noted(piece.text async for piece in client.generate(PROMPT, config, raw=True))
+        return await _timed(piece.text async for piece in client.generate(PROMPT, config, raw=True))
 
-    return ask
-
-
-async def together(ask: Ask, streams: int, tokens: int) -> tuple[float, list[Stream]]:
-    """So many at once: tokens a second of all, and each."""
-    began = time.perf_counter()
-    answers = await asyncio.gather(*(ask(tokens) for _ in range(streams)))
-    return streams * tokens / (time.perf_counter() - began), answers
+    return generate
 
 
-async def _noted(texts: AsyncIterator[str]) -> Stream:
-    began = time.perf_counter()
+async def run_all(source: StreamSource, streams: int, tokens: int) -> tuple[float, list[Stream]]:
+    """Run `streams` answers concurrently. Returns the tokens per second of all, and the answers."""
+    started = time.perf_counter()
+    answers = await asyncio.gather(*(source(tokens) for _ in range(streams)))
+    return streams * tokens / (time.perf_counter() - started), answers
+
+
+async def _timed(texts: AsyncIterator[str]) -> Stream:
+    started = time.perf_counter()
     parts, times = [], []
     async for text in texts:
         parts.append(text)
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - started)
     return Stream(text="".join(parts), times=times)

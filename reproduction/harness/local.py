@@ -20,24 +20,23 @@ from swarm.engine.stateful import StatefulEngine
 from swarm.model.balance import balanced_spans
 from swarm.model.spans import LayerRange
 
-# What `--precision accuracy` sets, for references that are not this project's own.
+# The settings of `--precision accuracy`, for reference programs.
 ACCURACY: dict[str, Any] = {
     "EXECUTION_MODE_HINT": "ACCURACY",
     "INFERENCE_PRECISION_HINT": "f32",
     "KV_CACHE_PRECISION": "f32",
     "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
 }
-PERFORMANCE: dict[str, Any] = {}
 CHAIN_TOKENS = 2048
 
 
 def settings(precision: str, threads: int) -> dict[str, Any]:
-    chosen = ACCURACY if precision == "accuracy" else PERFORMANCE
+    chosen = ACCURACY if precision == "accuracy" else {}
     return {**chosen, "INFERENCE_NUM_THREADS": threads, "ENABLE_CPU_PINNING": False}
 
 
 class Runner(Protocol):
-    """Runs known tokens and gives the next, greedily."""
+    """Computes known tokens and returns the next one, greedily."""
 
     def reset(self, max_tokens: int) -> None: ...
 
@@ -45,7 +44,7 @@ class Runner(Protocol):
 
 
 class Unsplit:
-    """The whole graph as it was before any cut, in a plain Python loop."""
+    """The unsplit graph in a plain Python loop."""
 
     def __init__(self, ir: Path, precision: str, threads: int) -> None:
         model = ov.Core().read_model(ir / "openvino_model.xml")
@@ -68,7 +67,7 @@ class Unsplit:
 
 
 class Chain:
-    """Spans one after another in this process, each with its own engine: no network, no worker."""
+    """Spans one after another in this process, each with its own engine, without network and worker."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = engines
@@ -107,20 +106,20 @@ def paged_chain(model: Model, spans: Sequence[LayerRange], threads: int) -> Chai
 
 
 def without_beam_idx(model: Model, precision: str, threads: int) -> Chain:
-    """The whole model as one span whose Gather over `beam_idx` was left out."""
+    """The whole model as one span without the Gather over `beam_idx`."""
     span = model.manifest.span
     graph = compose(model.package, model.manifest, span, beam_idx=False)
     compiled = compile_span(graph, attention_layers=len(span), precision=precision, threads=threads, fused=False)
     return Chain([StatefulEngine(compiled, model.manifest, span)])
 
 
-def even(model: Model, ways: int) -> list[LayerRange]:
-    """`ways` spans of as equal an amount of computing as whole layers allow."""
-    return balanced_spans(model.manifest, ways, range(len(model.manifest.layers) + 1))
+def even_spans(model: Model, stages: int) -> list[LayerRange]:
+    """`stages` spans with as equal compute as whole layers allow."""
+    return balanced_spans(model.manifest, stages, range(len(model.manifest.layers) + 1))
 
 
 def decode(runner: Runner, prompt: NDArray[np.int32], count: int) -> tuple[float, list[int]]:
-    """Tokens a second over `count` decoded tokens after the first, and all tokens."""
+    """Tokens per second over `count` decode steps after the first token, and all tokens."""
     runner.reset(len(prompt) + count + 2)
     tokens = [runner.step(prompt, 0)]
     started = time.perf_counter()

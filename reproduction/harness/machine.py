@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""The machine on which an experiment runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory, system and the versions that matter; no host name."""
+    """Processor, cores, memory, system and versions; no host name."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -26,7 +26,7 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Brand, family and model: a virtual machine's brand alone says little."""
+    """Brand, model and vector extensions: the brand of a virtual machine is not specific."""
     fields: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         key, _, value = line.partition(":")

@@ -1,7 +1,6 @@
-"""`python -m reproduction.harness.plot RUN.json OUT.svg`: a run of gateway_load as a picture, without a plotting
-library.
+"""`python -m reproduction.harness.plot RUN.json OUT.svg` draws a run of gateway_load without a plotting library.
 
-Streams run across in powers of two; the speed of all is on a linear scale from 0, times are on a logarithmic one.
+The x axis has the number of streams in powers of two. The total speed has a linear y axis, times a logarithmic one.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ text { font: 12px system-ui, sans-serif; fill: #333 } .axis { stroke: #999 } .gr
 Points = Sequence[tuple[int, float]]
 
 
-def series_of(report: Mapping[str, Any]) -> dict[str, list[tuple[int, float]]]:
-    """What is measured -> (streams, value), in the order of the run."""
+def read_series(report: Mapping[str, Any]) -> dict[str, list[tuple[int, float]]]:
+    """Quantity -> (streams, value), in the order of the run."""
     found: dict[str, list[tuple[int, float]]] = {}
     for row in report["rows"]:
         match = re.fullmatch(r"(\d+) streams, (.+)", row["configuration"])
@@ -36,14 +35,14 @@ def series_of(report: Mapping[str, Any]) -> dict[str, list[tuple[int, float]]]:
 
 def draw(report: Mapping[str, Any]) -> str:
     """The SVG text."""
-    series = series_of(report)
+    series = read_series(report)
     times = {name: points for name, points in series.items() if name != "together"}
     panels = [
         _panel("tokens/s of all streams", {"": series["together"]}, logarithmic=False),
         _panel("ms", times, logarithmic=True),
     ]
     body = "".join(
-        f'<g transform="translate({place * (_WIDTH + 70)} 0)">{panel}</g>' for place, panel in enumerate(panels)
+        f'<g transform="translate({index * (_WIDTH + 70)} 0)">{panel}</g>' for index, panel in enumerate(panels)
     )
     width = 2 * _WIDTH + 190
     head = (
@@ -90,11 +89,11 @@ def _decades(lowest: float, highest: float) -> list[float]:
 
 
 def _steps(highest: float) -> list[float]:
-    """0 and about four round numbers up to over `highest`."""
+    """About five round numbers from 0 to beyond `highest`."""
     rough = highest / 4
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(each * power for each in (1, 2, 5, 10) if each * power >= rough)
-    return [step * place for place in range(math.ceil(highest / step) + 1)]
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    return [step * index for index in range(math.ceil(highest / step) + 1)]
 
 
 if __name__ == "__main__":

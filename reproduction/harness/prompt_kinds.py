@@ -1,4 +1,4 @@
-"""The eight kinds of prompts over which drafts are judged, with the published figures of each (PUBLISHED in docs)."""
+"""Eight kinds of prompts for experiments with drafts, each with the published figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kind:
-    """`gain` and `acceptance` are the paper's (arXiv 2608.19147), with 3 guesses a trip; the mean where it has none."""
+    """`gain` and `acceptance` as published (arXiv 2608.19147) with 3 guesses per trip; the mean if unpublished."""
 
     name: str
     prompt: str

@@ -1,7 +1,7 @@
-"""A draft that knows the text and errs on purpose: for acceptances that no small model here would show.
+"""A draft that knows the text and errs on purpose, for a given acceptance.
 
-It is charged the time of a model, by sleeping. What it guesses is wrong at a fixed share of the positions, drawn from
-(seed, position): the same text always meets the same errors.
+It sleeps for the time that a model would take. Its guesses are wrong at a fixed share of the positions, drawn from
+(seed, position): the same text always gets the same errors.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from client.speculation.draft import Line
 from swarm.sampling import Sampling
 
 GUESSES = 3
-SHARE = 0.2  # of the target's time that the draft is charged for each guess
+COST_SHARE = 0.2  # time of a guess as a share of the target's time for a token
 
 
 class ScriptedDraft:
-    """`client.speculation.draft.Draft` over `text`, the whole line from the prompt's first id on; silent at its end."""
+    """A `client.speculation.draft.Draft` over `text`, the token ids of prompt and answer. No guesses after its end."""
 
     silence = ""
 
@@ -33,7 +33,7 @@ class ScriptedDraft:
         instant: bool | None = None,
         reading_s: float = 0.0,
     ) -> None:
-        """`errors`: the share of wrong guesses. `seconds` a guess takes, and `reading_s` to read the prompt."""
+        """`errors` is the share of wrong guesses, `seconds` the time of a guess, `reading_s` that of the prompt."""
         self.name = f"scripted, {1 - errors:.0%} right"
         self.instant = seconds == 0.0 if instant is None else instant
         self._text = list(text)
@@ -74,7 +74,7 @@ class ScriptedDraft:
 
 
 def chance_of(acceptance: float) -> float:
-    """The chance of each guess whose predecessors were right, from the share of all `GUESSES` a trip accepted."""
+    """The chance that a guess after right ones is right, from the share of `GUESSES` per trip that is accepted."""
     low, high = 0.0, 1.0
     while high - low > 1e-6:
         middle = (low + high) / 2

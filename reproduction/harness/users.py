@@ -1,6 +1,6 @@
-"""Users of a swarm for experiments: token ids in, token ids out, all behind one client, as behind a gateway.
+"""Users of a swarm for experiments: token ids in, token ids out, all with one client, as behind a gateway.
 
-What a user's own machine does with text (tokenizer, screen) is left out: here it would run on the peers' cores.
+There is no tokenizer and no output: they would run on the peers' cores here, and on a user's machine in reality.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from client.pipeline.connections import ConnectionPool
 from client.pipeline.pipeline import Pipeline
 from client.pipeline.planner import Planner
 from client.speculation.speculation import Guesser, Speculation
-from reproduction.harness.local import even
+from reproduction.harness.local import even_spans
 from reproduction.harness.peers import pinned_swarm
 from reproduction.models.real import Model
 from swarm.app.local_swarm import LocalSwarm
@@ -35,21 +35,21 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What one user got: token ids, and when each came (seconds of the process's clock). `began` when it asked."""
+    """The token ids of one user and the time of each, in seconds of the process's clock, as is `started_at`."""
 
     ids: tuple[int, ...]
-    began: float
+    started_at: float
     times: tuple[float, ...]
     repairs: int
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between one token and the next."""
+        """Seconds between consecutive tokens."""
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
 class Users:
-    """Made by `users_of`."""
+    """Users of one client. Created by `open_users`."""
 
     def __init__(self, model: Model, connections: ConnectionPool, planner: Planner, config: ClientConfig) -> None:
         self._model = model
@@ -69,56 +69,62 @@ class Users:
         )
 
     async def write(self, prompt: Sequence[int], count: int) -> Written:
-        """`count` tokens after `prompt`, greedily, in a session of its own."""
+        """Generate `count` tokens after `prompt`, greedily, in a new session."""
         pipeline = self._pipeline(len(prompt) + count)
-        known, times, began = list(prompt), [], time.perf_counter()
+        known, times, started_at = list(prompt), [], time.perf_counter()
         try:
-            for left in range(count, 0, -1):
+            for remaining in range(count, 0, -1):
                 answer = await pipeline.advance(known, GREEDY)
                 times.append(time.perf_counter())
                 known.append(int(answer.output.ids[-1]))
-                if left > 1:
+                if remaining > 1:
                     pipeline.send_ahead(len(known) - 1, known[-1:], GREEDY)
         finally:
             await pipeline.close()
-        return Written(ids=tuple(known[len(prompt) :]), began=began, times=tuple(times), repairs=pipeline.repairs)
+        return Written(
+            ids=tuple(known[len(prompt) :]), started_at=started_at, times=tuple(times), repairs=pipeline.repairs
+        )
 
     async def guess(self, prompt: Sequence[int], count: int, guesser: Guesser) -> Written:
-        """As `write`, with a draft."""
+        """Like `write`, with a draft."""
         pipeline = self._pipeline(len(prompt) + count)
-        known, times, began = list(prompt), [], time.perf_counter()
+        known, times, started_at = list(prompt), [], time.perf_counter()
         end = len(prompt) + count
         speculation = Speculation(pipeline, known, GREEDY, limit=end - 1, guesser=guesser)
         pipeline.on_answer = speculation.hear
         try:
             while len(known) < end:
-                given = await speculation.next()
-                times += [time.perf_counter()] * len(given.tokens)
+                result = await speculation.next()
+                times += [time.perf_counter()] * len(result.tokens)
                 if len(known) < end:
                     await speculation.go_on()
         finally:
             await speculation.close()
             await pipeline.close()
         ids = tuple(known[len(prompt) : end])
-        return Written(ids=ids, began=began, times=tuple(times[:count]), repairs=pipeline.repairs)
+        return Written(ids=ids, started_at=started_at, times=tuple(times[:count]), repairs=pipeline.repairs)
 
-    async def together(
+    async def run_all(
         self, prompts: Sequence[Sequence[int]], count: int, guessers: Sequence[Guesser] = ()
     ) -> tuple[float, list[Written]]:
-        """All at once: tokens a second from the first question to the last token, and what each got. `guessers`: each
-        one's draft."""
-        began = time.perf_counter()
+        """Tokens per second from the first request to the last token, and the result of each user.
+
+        `guessers` has a draft for each user, or is empty.
+        """
+        started_at = time.perf_counter()
         if guessers:
             users = [self.guess(prompt, count, guesser) for prompt, guesser in zip(prompts, guessers, strict=True)]
         else:
             users = [self.write(prompt, count) for prompt in prompts]
         written = await asyncio.gather(*users)
-        return len(prompts) * count / (time.perf_counter() - began), list(written)
+        return len(prompts) * count / (time.perf_counter() - started_at), list(written)
 
 
 @contextlib.asynccontextmanager
-async def users_of(model: Model, addresses: Sequence[str], config: ClientConfig | None = None) -> AsyncIterator[Users]:
-    """`config` None: nothing that peers keep of earlier texts is used."""
+async def open_users(
+    model: Model, addresses: Sequence[str], config: ClientConfig | None = None
+) -> AsyncIterator[Users]:
+    """Users of the swarm at `addresses`. Without `config` they reuse no cached prefixes."""
     config = config or ClientConfig(prefix_key=None)
     directory = PeerDirectory([Address.parse(text) for text in addresses], hello=client_hello())
     connections = ConnectionPool(hello=client_hello(model.manifest.digest), config=config, clock=time.monotonic)
@@ -139,8 +145,8 @@ async def users_of(model: Model, addresses: Sequence[str], config: ClientConfig 
         await directory.close()
 
 
-class Crowd:
-    """Peers on cores of their own, and users of them, for experiments that have no event loop."""
+class SyncUsers:
+    """Users and their swarm for experiments without an event loop."""
 
     def __init__(self, runner: asyncio.Runner, users: Users, swarm: LocalSwarm) -> None:
         self.users = users
@@ -153,42 +159,42 @@ class Crowd:
     def write(self, prompt: Sequence[int], count: int) -> Written:
         return self.run(self.users.write(prompt, count))
 
-    def together(
+    def run_all(
         self, prompts: Sequence[Sequence[int]], expected: Sequence[Sequence[int]], guessers: Sequence[Guesser] = ()
     ) -> float:
-        """Tokens a second of all together. Raises AssertionError where one does not get what is expected."""
-        speed, written = self.run(self.users.together(prompts, len(expected[0]), guessers))
-        for each, ids in zip(written, expected, strict=True):
-            if list(each.ids) != list(ids):
+        """Tokens per second of all users. Raises AssertionError if a user's text is not the expected one."""
+        speed, written = self.run(self.users.run_all(prompts, len(expected[0]), guessers))
+        for result, ids in zip(written, expected, strict=True):
+            if list(result.ids) != list(ids):
                 raise AssertionError(f"one of {len(prompts)} users got another text than alone")
         return speed
 
 
 @contextlib.contextmanager
-def crowd_on(
+def users_on_peers(
     model: Model,
-    ways: int,
+    stages: int,
     *options: str,
     config: ClientConfig | None = None,
     spans: Sequence[LayerRange] | None = None,
-) -> Iterator[Crowd]:
-    """The model in `ways` even spans, or in `spans`, each on a peer with the `swarm join` options `options`."""
-    with event_loop.runner() as runner, pinned_swarm(model, spans or even(model, ways), *options) as swarm:
-        users = users_of(model, swarm.addresses, config)
+) -> Iterator[SyncUsers]:
+    """The model in `stages` even spans, or in `spans`, each on a peer that `swarm join` starts with `options`."""
+    with event_loop.runner() as runner, pinned_swarm(model, spans or even_spans(model, stages), *options) as swarm:
+        users = open_users(model, swarm.addresses, config)
         try:
-            yield Crowd(runner, runner.run(_enter(users)), swarm)
+            yield SyncUsers(runner, runner.run(_open_users(users)), swarm)
         finally:
-            runner.run(_leave(users))
+            runner.run(_close_users(users))
 
 
-async def _enter(users: contextlib.AbstractAsyncContextManager[Users]) -> Users:
+async def _open_users(users: contextlib.AbstractAsyncContextManager[Users]) -> Users:
     return await users.__aenter__()
 
 
-async def _leave(users: contextlib.AbstractAsyncContextManager[Users]) -> None:
+async def _close_users(users: contextlib.AbstractAsyncContextManager[Users]) -> None:
     await users.__aexit__(None, None, None)
 
 
 def prompts_of(count: int, length: int = 12) -> list[list[int]]:
-    """Different prompts of `length` plain ids each."""
+    """`count` different prompts of `length` token ids each."""
     return [[1000 + (7 * number + 13 * place) % 20_000 for place in range(length)] for number in range(count)]

@@ -1,8 +1,7 @@
-"""SmolLM2-135M-Instruct as a Hugging Face checkpoint, made from its GGUF file, and packages of it in many formats.
+"""SmolLM2-135M-Instruct as a Hugging Face checkpoint, converted from its GGUF file, and packages in many formats.
 
-`python -m reproduction.models.checkpoints GGUF DIRECTORY` makes the checkpoint, in a process of its own: torch's
-memory goes
-with it. Its weights are those of the file, 4-bit numbers turned into f32: what is compared is how formats store *them*.
+`python -m reproduction.models.checkpoints GGUF DIRECTORY` writes the checkpoint, as a child process: its end frees the
+memory of torch. The weights are the file's 4-bit numbers as f32: experiments compare how formats store *these* numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from export.checkpoint.torch_stack import load_transformers, quiet
 from export.package.from_graph import export_package
-from reproduction.experiment import Say
+from reproduction.experiment import Log
 from reproduction.models.made_up import Shape, write_checkpoint
 from reproduction.models.real import Model, smollm2
 from swarm.app.demo_model import SHA256, fetch_demo_model
@@ -24,47 +23,47 @@ from swarm.process.folders import cache_folder
 
 LLAMA_1B = Shape(hidden=2048, intermediate=8192, heads=32, kv_heads=8, head_size=64, vocabulary=128256, tied=True)
 LLAMA_1B_LAYERS = 16
-_EOS = 2  # `<|im_end|>`; transformers reads another from the file
+_EOS = 2  # `<|im_end|>`. transformers reads another one from the file.
 
 
-def smollm2_checkpoint(say: Say) -> Path:
+def smollm2_checkpoint(log: Log) -> Path:
     folder = cache_folder() / "reproduction" / SHA256[:12] / "checkpoint"
     if not (folder / "config.json").exists():
-        say("making a checkpoint of the demo model (once)")
-        gguf, making = fetch_demo_model(cache_folder()), folder.with_name("checkpoint.making")
-        shutil.rmtree(making, ignore_errors=True)
+        log("making a checkpoint of the demo model (once)")
+        gguf, partial = fetch_demo_model(cache_folder()), folder.with_name("checkpoint.making")
+        shutil.rmtree(partial, ignore_errors=True)
         subprocess.run(
-            [sys.executable, "-m", "reproduction.models.checkpoints", str(gguf), str(making)],
+            [sys.executable, "-m", "reproduction.models.checkpoints", str(gguf), str(partial)],
             check=True,
             capture_output=True,
         )
-        for path in smollm2(say).package.glob("openvino_*tokenizer.*"):
-            (making / path.name).write_bytes(path.read_bytes())
+        for path in smollm2(log).package.glob("openvino_*tokenizer.*"):
+            (partial / path.name).write_bytes(path.read_bytes())
         shutil.rmtree(folder, ignore_errors=True)
-        making.rename(folder)
+        partial.rename(folder)
     return folder
 
 
-def smollm2_as(say: Say, weights: str, *, group: int = 128, symmetric: bool = False) -> Model:
-    """Its package in a format, exported from the checkpoint; made once, then found in the cache."""
+def smollm2_as(log: Log, weights: str, *, group: int = 128, symmetric: bool = False) -> Model:
+    """A package of the checkpoint in a weight format; cached."""
     sign = "sym" if symmetric else "asym"
     folder = cache_folder() / "reproduction" / SHA256[:12] / f"{weights}-{group}-{sign}"
     if not (folder / MANIFEST).exists():
-        say(f"exporting {folder.name} (once)")
-        source = smollm2_checkpoint(say)
+        log(f"exporting {folder.name} (once)")
+        source = smollm2_checkpoint(log)
         export_package(source, folder, weights=weights, group=group, symmetric=symmetric, name="smollm2", force=True)
-    return Model(ir=smollm2(say).ir, package=folder, manifest=load_manifest(folder))
+    return Model(ir=smollm2(log).ir, package=folder, manifest=load_manifest(folder))
 
 
-def llama_1b_shaped(say: Say) -> Model:
-    """A made-up model of Llama 3.2 1B's shape in int4; made once, then found in the cache."""
+def llama_1b_shaped(log: Log) -> Model:
+    """A random model with the shape of Llama 3.2 1B in int4; cached."""
     folder = cache_folder() / "reproduction" / "llama-1b-shaped"
     source, package = folder / "checkpoint", folder / "package"
     if not (package / MANIFEST).exists():
         if not (source / "config.json").exists():
-            say("writing a checkpoint of a 1B model's shape (once)")
-            write_checkpoint(source, LLAMA_1B, LLAMA_1B_LAYERS, smollm2(say).package)
-        say("exporting it (once)")
+            log("writing a checkpoint with the shape of a 1B model (once)")
+            write_checkpoint(source, LLAMA_1B, LLAMA_1B_LAYERS, smollm2(log).package)
+        log("exporting it (once)")
         export_package(source, package, weights="int4", licence="none: random weights", force=True)
     return Model(ir=source, package=package, manifest=load_manifest(package))
 

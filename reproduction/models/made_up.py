@@ -1,7 +1,7 @@
-"""Made-up checkpoints: the shapes of a real model, random bf16 numbers, as safetensors on disk.
+"""Random checkpoints: the shapes of a real model with random bf16 numbers, as safetensors on disk.
 
-Right for memory and speed of an export, senseless as text. A number is a random sign and mantissa under a fixed
-exponent, which is as quick to make as the disk can take it.
+They measure memory and speed of an export; their text has no meaning. Each number has a random sign and mantissa and a
+fixed exponent: numbers are generated as fast as the disk writes them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 from swarm.errors import ConfigError
 from swarm.model.manifest import TOKENIZER, load_manifest
 
-_SIGN_AND_MANTISSA, _EXPONENT = np.uint16(0x807F), np.uint16(0x3C80)  # of magnitude 0.016 to 0.03
+_SIGN_AND_MANTISSA, _EXPONENT = np.uint16(0x807F), np.uint16(0x3C80)  # magnitudes of 0.016 to 0.03
 _BLOCK = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A llama's shape; `tied` where the head is the embedding."""
+    """The shape of a llama model; `tied`: the head is the embedding."""
 
     hidden: int
     intermediate: int
@@ -48,13 +48,13 @@ class Shape:
         }
         return {f"model.layers.{number}.{name}.weight": shape for name, shape in shapes.items()}
 
-    def ends(self) -> dict[str, tuple[int, ...]]:
+    def embedding_and_head(self) -> dict[str, tuple[int, ...]]:
         matrix = (self.vocabulary, self.hidden)
         head = {} if self.tied else {"lm_head.weight": matrix}
         return {"model.embed_tokens.weight": matrix, "model.norm.weight": (self.hidden,), **head}
 
-    def largest_piece(self) -> int:
-        """Bytes in bf16 of the largest of embedding, layer, head."""
+    def largest_part(self) -> int:
+        """The bytes of the largest part (embedding, layer, head) in bf16."""
         layer = sum(int(np.prod(shape)) for shape in self.layer(0).values())
         return 2 * max(layer, self.vocabulary * self.hidden)
 
@@ -63,7 +63,7 @@ LLAMA_8B = Shape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_siz
 
 
 def write_checkpoint(folder: Path, shape: Shape, layers: int, tokenizer_of: Path) -> int:
-    """Write it, with the tokenizer of the package `tokenizer_of`; gives its bytes."""
+    """Write a checkpoint with the tokenizer of the package `tokenizer_of`. Returns its bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -86,9 +86,9 @@ def write_checkpoint(folder: Path, shape: Shape, layers: int, tokenizer_of: Path
         if entry.path.startswith("openvino_"):
             (folder / entry.path).write_bytes((tokenizer_of / entry.path).read_bytes())
     random = np.random.default_rng(0)
-    groups = {"ends": shape.ends(), **{f"{number:03d}": shape.layer(number) for number in range(layers)}}
+    groups = {"ends": shape.embedding_and_head(), **{f"{number:03d}": shape.layer(number) for number in range(layers)}}
     size = sum(_write(folder / f"model-{name}.safetensors", tensors, random) for name, tensors in groups.items())
-    (folder / "config.json").write_text(json.dumps(config))  # last: where it is, the checkpoint is whole
+    (folder / "config.json").write_text(json.dumps(config))  # Last: it marks a complete checkpoint.
     return size
 
 
@@ -117,7 +117,7 @@ def _blocks(numbers: int, random: np.random.Generator) -> Iterator[bytes]:
 
 @contextmanager
 def scratch(folder: Path, needed: int) -> Iterator[Path]:
-    """A folder that is gone afterwards. Raises ConfigError where the disk has no `needed` bytes left."""
+    """A temporary folder. Raises ConfigError if the disk has fewer than `needed` bytes left."""
     import shutil
     import tempfile
 

@@ -1,4 +1,4 @@
-"""The models that experiments run on: SmolLM2-135M-Instruct, unsplit and as a package, in the user's cache."""
+"""SmolLM2-135M-Instruct for experiments, unsplit and as a package, in the user's cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from export.package.from_graph import export_package
-from reproduction.experiment import Say
+from reproduction.experiment import Log
 from swarm.app.demo_model import SHA256, fetch_demo_model
 from swarm.model.manifest import MANIFEST, Manifest, load_manifest
 from swarm.process.folders import cache_folder
@@ -19,46 +19,46 @@ _CONVERT = "import sys, openvino_genai; openvino_genai.LLMPipeline(sys.argv[1], 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """One model in both forms."""
+    """A model as an unsplit graph (`ir`) and as a package."""
 
     ir: Path
     package: Path
     manifest: Manifest
 
 
-def smollm2(say: Say) -> Model:
-    """SmolLM2-135M-Instruct with the GGUF file's own 4-bit weights; made once, then found in the cache."""
+def smollm2(log: Log) -> Model:
+    """SmolLM2-135M-Instruct with the 4-bit weights of the GGUF file; cached."""
     folder = cache_folder() / "reproduction" / SHA256[:12]
     ir, package = folder / "ir", folder / "package"
     gguf = fetch_demo_model(cache_folder())
     if not (ir / "openvino_model.xml").exists():
-        say("converting the demo model (once)")
+        log("converting the demo model (once)")
         ir.mkdir(parents=True, exist_ok=True)
         link = ir / "model.gguf"
         link.unlink(missing_ok=True)
         link.symlink_to(gguf.resolve())
-        # the pipeline writes its IR beside the file that it was given; in a child, its memory goes with it
+        # The pipeline writes its IR into the folder of the file. A child process: its end frees the memory.
         subprocess.run([sys.executable, "-P", "-c", _CONVERT, str(link)], check=True, capture_output=True)
     if not (package / MANIFEST).exists():
-        say("exporting the model package (once)")
+        log("exporting the model package (once)")
         export_package(gguf, package)
     return Model(ir=ir, package=package, manifest=load_manifest(package))
 
 
-def smollm2_f16(say: Say) -> Model:
-    """The same model with f16 weights, the target of experiments in which the 4-bit one drafts."""
-    small = smollm2(say)
+def smollm2_f16(log: Log) -> Model:
+    """The same model with f16 weights: the target for which the 4-bit one drafts."""
+    small = smollm2(log)
     folder = small.package.parent / "f16"
     ir, package = folder / "ir", folder / "package"
     if not (package / MANIFEST).exists():
-        say("exporting the demo model in f16 (once)")
+        log("exporting the demo model in f16 (once)")
         _unpack(small, ir)
         export_package(ir, package, name="smollm2-135m-instruct-f16", force=True)
     return Model(ir=ir, package=package, manifest=load_manifest(package))
 
 
 def _unpack(small: Model, target: Path) -> None:
-    """Turn 4-bit weights into f16 ones."""
+    """Write the graph with f16 weights instead of 4-bit ones."""
     import openvino as ov
     from openvino.passes import ConstantFolding, Manager
 

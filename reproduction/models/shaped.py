@@ -1,9 +1,8 @@
-"""A model of a given shape with random weights, as optimum-intel exports it: right for speed, senseless as text.
+"""Models of a given shape with random weights, exported by optimum-intel. They measure speed only.
 
-`python -m reproduction.models.shaped DIRECTORY [SHAPE]` makes one of SmolLM2-135M's shape, or another of `SHAPES`.
-The GGUF
-reader's own graph cannot serve the ablation: without its Gather the CPU plugin (OpenVINO 2026.4.1) never fills that
-graph's state.
+`python -m reproduction.models.shaped DIRECTORY [SHAPE]` writes one, by default with the shape of SmolLM2-135M. The
+graph of the GGUF reader cannot serve the ablation of `beam_idx`: without the Gather the CPU plugin (OpenVINO 2026.4.1)
+never fills its state.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import sys
 from pathlib import Path
 
 from export.package.from_graph import export_package
-from reproduction.experiment import Say
+from reproduction.experiment import Log
 from reproduction.models.real import Model, smollm2
 from swarm.model.manifest import MANIFEST, load_manifest
 from swarm.process.folders import cache_folder
 
-# Random weights, but true matrices; all with SmolLM2's vocabulary and so its tokenizer.
+# All have the vocabulary of SmolLM2, and therefore its tokenizer.
 SHAPES: dict[str, dict[str, int]] = {
     "smollm2": {
         "hidden_size": 576,
@@ -27,7 +26,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_attention_heads": 9,
         "num_key_value_heads": 3,
     },
-    # the widths of Llama-3.2-1B, six of its sixteen layers
+    # The widths of Llama-3.2-1B, with six of its sixteen layers.
     "wide": {
         "hidden_size": 2048,
         "intermediate_size": 8192,
@@ -38,26 +37,26 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 
 
-def smollm2_shaped(say: Say) -> Model:
-    """Random weights in int4 (group 64 divides its widths) and SmolLM2's tokenizer; made once, then in the cache."""
-    return _shaped("smollm2", say)
+def smollm2_shaped(log: Log) -> Model:
+    """The shape of SmolLM2 with random int4 weights (group 64 divides its widths); cached."""
+    return _shaped("smollm2", log)
 
 
-def wide_shaped(say: Say) -> Model:
-    """Six layers of Llama-3.2-1B's widths in int4, groups of 128; made once (a minute, 6 GB), then in the cache."""
-    return _shaped("wide", say)
+def wide_shaped(log: Log) -> Model:
+    """Six layers with the widths of Llama-3.2-1B in int4, groups of 128; cached. Takes a minute and 6 GB."""
+    return _shaped("wide", log)
 
 
-def _shaped(shape: str, say: Say) -> Model:
+def _shaped(shape: str, log: Log) -> Model:
     folder = cache_folder() / "reproduction" / f"{shape}-shaped"
     ir, package = folder / "ir", folder / "package"
     if not (package / MANIFEST).exists():
-        say(f"making a model of the shape {shape} with random weights (once)")
+        log(f"making a model of the shape {shape} with random weights (once)")
         ir.mkdir(parents=True, exist_ok=True)
-        # in a child: torch's memory goes with it
+        # A child process: its end frees the memory of torch.
         command = [sys.executable, "-m", "reproduction.models.shaped", str(ir), shape]
         subprocess.run(command, check=True, capture_output=True)
-        for path in smollm2(say).package.glob("openvino_*tokenizer.*"):
+        for path in smollm2(log).package.glob("openvino_*tokenizer.*"):
             (ir / path.name).write_bytes(path.read_bytes())
         name = f"{shape}-shaped"
         export_package(ir, package, weights="int4", name=name, licence="none: random weights", force=True)
@@ -65,7 +64,7 @@ def _shaped(shape: str, say: Say) -> Model:
 
 
 def main(directory: Path, shape: str) -> None:
-    # optimum-intel brings torchvision, which cannot be imported beside a CPU build of torch; None hides it
+    # optimum-intel requires torchvision, whose import fails with a CPU build of torch. None hides it.
     sys.modules["torchvision"] = None  # type: ignore[assignment]
 
     import torch

@@ -1,1 +1,1 @@
-"""Experiments on what lies between hops."""
+"""Experiments on the network between hops."""

@@ -1,4 +1,4 @@
-"""Hidden states between hops in f32, f16, bf16 and int8 with a scale a token: bytes, speed, and changed texts."""
+"""Hidden states between hops in f32, f16, bf16 and int8 with a scale per token: bytes, speed, changed texts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import statistics
 from client.client import SwarmClient
 from client.config import ClientConfig, GenerationConfig
 from client.generation.generate import Reply, collect
-from reproduction.experiment import Report, Row, Say
-from reproduction.harness.local import even
+from reproduction.experiment import Log, Report, Row
+from reproduction.harness.local import even_spans
 from reproduction.harness.machine import machine
 from reproduction.harness.peers import pinned_swarm
 from reproduction.harness.prompt_kinds import KINDS
@@ -21,10 +21,10 @@ TOKENS = 64
 _PUBLISHED = {"f32": 13.57, "f16": 12.71, "int8": 15.10}
 
 
-def run(say: Say) -> Report:
-    model = smollm2(say)
+def run(log: Log) -> Report:
+    model = smollm2(log)
     texts: dict[str, list[Reply]] = {dtype: [] for dtype in HIDDEN_DTYPES}
-    with asyncio.Runner() as runner, pinned_swarm(model, even(model, 2)) as swarm:
+    with asyncio.Runner() as runner, pinned_swarm(model, even_spans(model, 2)) as swarm:
         clients = {
             dtype: runner.run(
                 SwarmClient.connect(
@@ -36,10 +36,10 @@ def run(say: Say) -> Report:
             for dtype in HIDDEN_DTYPES
         }
         config = GenerationConfig(max_new_tokens=TOKENS, ignore_eos=True, draft="off")
-        for place, kind in enumerate(KINDS):
-            for dtype in HIDDEN_DTYPES if place % 2 else reversed(HIDDEN_DTYPES):
+        for index, kind in enumerate(KINDS):
+            for dtype in HIDDEN_DTYPES if index % 2 else reversed(HIDDEN_DTYPES):
                 texts[dtype].append(runner.run(collect(clients[dtype].generate(kind.prompt, config))))
-            say(f"{kind.name}: " + ", ".join(f"{d} {texts[d][-1].metrics.tokens_per_second:.1f}" for d in texts))
+            log(f"{kind.name}: " + ", ".join(f"{d} {texts[d][-1].metrics.tokens_per_second:.1f}" for d in texts))
         for client in clients.values():
             runner.run(client.close())
     speed = {d: statistics.median(r.metrics.tokens_per_second for r in replies) for d, replies in texts.items()}
@@ -61,8 +61,8 @@ def run(say: Say) -> Report:
         rows=rows,
         ratios={f"{dtype}_vs_f32": speed[dtype] / speed["f32"] for dtype in HIDDEN_DTYPES[1:]},
         notes=[
-            f"{TOKENS} tokens, eight prompts, two peers on loopback: bytes cost nothing here",
-            "f32 stays the default: it is exact, and where the line is slow the trips are, not their bytes",
+            f"{TOKENS} tokens, eight prompts, two peers on loopback: bytes cost no time here",
+            "f32 stays the default: it is exact, and on a slow network latency counts, not bytes",
             "published: int8 with one scale for the whole tensor gave wrong text",
         ],
     )

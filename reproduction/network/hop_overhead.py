@@ -1,9 +1,8 @@
 """One stream over two real peers, one core each, against the same two graphs chained in one process on one core.
 
-Real processes, TLS over loopback, the DHT, the client's own token loop with its tokenizer. What a token
-takes beyond the compute of its hops is told for a hop: both ways, dispatch, codec and client included. Beside it, the
-same graphs in two processes with plain sockets between them (`reproduction.bounds.bare_processes`): what leaving one
-process costs here.
+Real processes, TLS over loopback, the DHT, the client's token loop with its tokenizer. The overhead is a token's time
+beyond the compute of its hops, per hop: network, dispatch, codec and client. For comparison, the same graphs run in two
+processes with plain sockets between them (`reproduction.bounds.bare_processes`): the cost of a second process here.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from client.client import SwarmClient
 from client.config import GenerationConfig
 from client.generation.generate import Reply, collect
 from reproduction.bounds.bare_processes import bare_stages
-from reproduction.experiment import ROUNDS_OF_ONE, Report, Row, Say, interleaved, median_ratio, medians
-from reproduction.harness.local import chain, decode, even, paged_chain
+from reproduction.experiment import ROUNDS_OF_ONE, Log, Report, Row, interleaved, median_ratio, medians
+from reproduction.harness.local import chain, decode, even_spans, paged_chain
 from reproduction.harness.machine import machine
-from reproduction.harness.peers import CORES, awake, on_core, pinned_swarm
+from reproduction.harness.peers import CORES, busy_cores, on_core, pinned_swarm
 from reproduction.models.real import smollm2
 from swarm.process import event_loop
 
@@ -28,9 +27,9 @@ TOKENS = 128
 QUESTION = "Tell me about the sea."
 
 
-def run(say: Say) -> Report:
-    model = smollm2(say)
-    spans = even(model, 2)
+def run(log: Log) -> Report:
+    model = smollm2(log)
+    spans = even_spans(model, 2)
     with on_core(CORES[0]):
         chains = {"paged": paged_chain(model, spans, 1), "stateful": chain(model, spans, "accuracy", 1)}
     config = GenerationConfig(max_new_tokens=TOKENS, ignore_eos=True, draft="off")
@@ -50,16 +49,16 @@ def run(say: Say) -> Report:
         with on_core(CORES[0]):
             reference = decode(chains["stateful"], prompt, TOKENS - 1)[1]
 
-        def two_peers(engine: str, *, counts: bool = False) -> float:
+        def two_peers(engine: str, *, recorded: bool = False) -> float:
             reply = runner.run(collect(clients[engine].generate(QUESTION, config)))
             if list(reply.token_ids) != reference:
                 raise AssertionError(f"two {engine} peers gave another text than the chain in one process")
-            if counts:
+            if recorded:
                 replies.append(reply)
             return reply.metrics.tokens_per_second
 
         def two_awake() -> float:
-            with awake():
+            with busy_cores():
                 return two_peers("paged")
 
         def one_process(engine: str) -> float:
@@ -75,13 +74,13 @@ def run(say: Say) -> Report:
         samples = interleaved(
             {
                 "in_process": partial(one_process, "paged"),
-                "two_peers": partial(two_peers, "paged", counts=True),
+                "two_peers": partial(two_peers, "paged", recorded=True),
                 "two_bare": two_bare,
                 "two_awake": two_awake,
                 "stateful_in_process": partial(one_process, "stateful"),
                 "two_stateful_peers": partial(two_peers, "stateful"),
             },
-            say,
+            log,
             ROUNDS_OF_ONE,
         )
         for client in clients.values():
@@ -114,10 +113,10 @@ def run(say: Say) -> Report:
         },
         goals={"two_peers_vs_in_process": (">=", 0.90)},
         notes=[
-            "the paged engine, which `swarm join` takes by itself, unless stateful is said; each against its own chain",
+            "the paged engine, the default of `swarm join`, unless marked stateful; each against its own chain",
             "published: 13 ms wrapper and dispatch and 6 ms network of a 61 ms token over two nodes, by Wi-Fi",
-            "plain sockets: no TLS, no event loop, no client; what this machine takes from any two processes",
-            "cores kept awake: a process of the lowest priority spins on each, in one process no core is idle anyway",
+            "plain sockets: no TLS, no event loop, no client; the cost of any two processes on this machine",
+            "cores kept awake: a process of the lowest priority spins on each; in one process no core is idle anyway",
             f"{TOKENS} tokens after a prompt of {len(prompt)}; all gave one text; the client shares the peers' cores",
         ],
     )

@@ -1,1 +1,1 @@
-"""Experiments on peers and gateways that serve many users."""
+"""Experiments with peers and gateways that serve many users."""

@@ -6,9 +6,9 @@ import asyncio
 
 import numpy as np
 
-from reproduction.experiment import Report, Row, Say
+from reproduction.experiment import Log, Report, Row
 from reproduction.harness.machine import machine
-from reproduction.harness.users import Crowd, crowd_on, prompts_of
+from reproduction.harness.users import SyncUsers, prompts_of, users_on_peers
 from reproduction.models.real import smollm2
 
 TOKENS = 400
@@ -16,20 +16,20 @@ LENGTH = 2000
 ROUNDS = 3
 
 
-def run(say: Say, *, tokens: int = TOKENS, length: int = LENGTH, rounds: int = ROUNDS) -> Report:
-    model = smollm2(say)
+def run(log: Log) -> Report:
+    model = smollm2(log)
     undisturbed: list[float] = []
     disturbed: list[float] = []
     firsts: list[float] = []
-    with crowd_on(model, 2) as crowd:
-        for round_ in range(rounds + 1):
-            alone, _ = crowd.run(_running(crowd, tokens, None))
-            beside, first = crowd.run(_running(crowd, tokens, length))
-            say(f"round {round_} of {rounds}: p99 {_p99(alone):.2f} and {_p99(beside):.2f} ms")
+    with users_on_peers(model, 2) as sync_users:
+        for round_ in range(ROUNDS + 1):
+            gaps_alone, _ = sync_users.run(_measure_gaps(sync_users, TOKENS, None))
+            gaps_with_prompts, first_tokens = sync_users.run(_measure_gaps(sync_users, TOKENS, LENGTH))
+            log(f"round {round_} of {ROUNDS}: p99 {_p99(gaps_alone):.2f} and {_p99(gaps_with_prompts):.2f} ms")
             if round_:
-                undisturbed += alone
-                disturbed += beside
-                firsts += first
+                undisturbed += gaps_alone
+                disturbed += gaps_with_prompts
+                firsts += first_tokens
     return Report(
         experiment="interference",
         machine=machine(),
@@ -40,32 +40,34 @@ def run(say: Say, *, tokens: int = TOKENS, length: int = LENGTH, rounds: int = R
             Row(configuration="prompts arrive, median gap", value=float(np.median(disturbed)) * 1e3, unit="ms"),
             Row(configuration="prompts arrive, p99", value=_p99(disturbed), unit="ms"),
             Row(configuration="prompts arrive, worst", value=max(disturbed) * 1e3, unit="ms"),
-            Row(configuration="first token of a prompt beside it", value=float(np.median(firsts or [0.0])), unit="s"),
+            Row(configuration="first token of such a prompt", value=float(np.median(firsts or [0.0])), unit="s"),
         ],
         ratios={
             "p99_vs_undisturbed": _p99(disturbed) / _p99(undisturbed),
             "worst_vs_undisturbed_median": max(disturbed) / float(np.median(undisturbed)),
         },
         goals={"p99_vs_undisturbed": ("<=", 3.0)},
-        notes=[f"two peers, f32; a text of {tokens} tokens while others read {length} each, without a pause"],
+        notes=[
+            f"two peers, f32; a text of {TOKENS} tokens while others send prompts of {LENGTH} tokens without a pause"
+        ],
     )
 
 
-async def _running(crowd: Crowd, tokens: int, length: int | None) -> tuple[list[float], list[float]]:
-    """Gaps of a text in seconds, and the time to the first token of each prompt that others read meanwhile."""
-    writing = asyncio.create_task(crowd.users.write(prompts_of(1)[0], tokens))
+async def _measure_gaps(sync_users: SyncUsers, tokens: int, length: int | None) -> tuple[list[float], list[float]]:
+    """The gaps of a text, and the time to the first token of each prompt that other users send meanwhile, in s."""
+    generation = asyncio.create_task(sync_users.users.write(prompts_of(1)[0], tokens))
     firsts: list[float] = []
 
     async def arrive(length: int) -> None:
         for prompt in prompts_of(1000, length)[1:]:
-            read = await crowd.users.write(prompt, 1)
-            firsts.append(read.times[0] - read.began)
+            read = await sync_users.users.write(prompt, 1)
+            firsts.append(read.times[0] - read.started_at)
 
     arriving = asyncio.create_task(arrive(length)) if length is not None else None
     try:
-        written = await writing
+        written = await generation
         if arriving is not None and arriving.done():
-            arriving.result()  # it ended before its time: nothing was measured
+            arriving.result()  # It failed: raises its error.
     finally:
         if arriving is not None:
             arriving.cancel()
@@ -74,5 +76,5 @@ async def _running(crowd: Crowd, tokens: int, length: int | None) -> tuple[list[
 
 
 def _p99(gaps: list[float]) -> float:
-    """In milliseconds."""
+    """The 99th percentile in milliseconds."""
     return float(np.percentile(gaps, 99)) * 1e3

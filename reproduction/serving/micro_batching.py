@@ -1,28 +1,28 @@
-"""Streams that interleave: the stateful engine on two peers, one core each; 1, 2 and 3 users.
+"""Interleaved streams: the stateful engine on two peers, one core each; 1, 2 and 3 users.
 
-Nothing is batched here: each stage computes one stream's step while the other stage has another's.
+Without batches: each stage computes the step of one stream while the other stage computes that of another.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
-from reproduction.experiment import ROUNDS, Report, Row, Say, interleaved, median_ratio, medians
+from reproduction.experiment import ROUNDS, Log, Report, Row, interleaved, median_ratio, medians
 from reproduction.harness.machine import machine
-from reproduction.harness.users import crowd_on, prompts_of
+from reproduction.harness.users import prompts_of, users_on_peers
 from reproduction.models.real import smollm2
 
 TOKENS = 96
 STREAMS = (1, 2, 3)
 
 
-def run(say: Say, *, tokens: int = TOKENS, rounds: int = ROUNDS) -> Report:
-    model = smollm2(say)
+def run(log: Log) -> Report:
+    model = smollm2(log)
     prompts = prompts_of(max(STREAMS))
-    with crowd_on(model, 2, "--engine", "stateful") as crowd:
-        alone = [crowd.write(prompt, tokens).ids for prompt in prompts]
+    with users_on_peers(model, 2, "--engine", "stateful") as sync_users:
+        expected = [sync_users.write(prompt, TOKENS).ids for prompt in prompts]
         samples = interleaved(
-            {f"streams{n}": partial(crowd.together, prompts[:n], alone[:n]) for n in STREAMS}, say, rounds
+            {f"streams{n}": partial(sync_users.run_all, prompts[:n], expected[:n]) for n in STREAMS}, log, ROUNDS
         )
     middle = medians(samples)
     return Report(
@@ -33,6 +33,6 @@ def run(say: Say, *, tokens: int = TOKENS, rounds: int = ROUNDS) -> Report:
         goals={"streams2_vs_1": (">=", 1.85)},
         notes=[
             "published: 1.80 with two streams over two nodes",
-            f"stateful engine, f32, {tokens} tokens after prompts of {len(prompts[0])}",
+            f"stateful engine, f32, {TOKENS} tokens after prompts of {len(prompts[0])}",
         ],
     )

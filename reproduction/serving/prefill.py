@@ -1,37 +1,37 @@
-"""A prompt of 2,000 tokens: two peers with chunks of it in flight against the unsplit model, one core each.
+"""A prompt of 2,000 tokens: two peers with its chunks in flight against the unsplit model, one core each.
 
-The peers have half of the layers each: a prompt wants the head for its last token only.
+Each peer has half of the layers: a prompt needs the head only for its last token.
 """
 
 from __future__ import annotations
 
 from reproduction.bounds.unsplit import Single
-from reproduction.experiment import ROUNDS, Report, Row, Say, interleaved, median_ratio, medians
+from reproduction.experiment import ROUNDS, Log, Report, Row, interleaved, median_ratio, medians
 from reproduction.harness.machine import machine
-from reproduction.harness.users import crowd_on, prompts_of
+from reproduction.harness.users import prompts_of, users_on_peers
 from reproduction.models.real import smollm2
 from swarm.model.spans import LayerRange
 
 LENGTH = 2000
 
 
-def run(say: Say, *, length: int = LENGTH, rounds: int = ROUNDS) -> Report:
-    model = smollm2(say)
+def run(log: Log) -> Report:
+    model = smollm2(log)
     single = Single(model)
-    # another each time: both keep the cache of the last one
-    prompts = iter(prompts_of(2 * (rounds + 1), length))
+    # A new prompt each time: both keep the KV cache of the last one.
+    prompts = iter(prompts_of(2 * (ROUNDS + 1), LENGTH))
     layers = len(model.manifest.layers)
     halves = [LayerRange(0, layers // 2), LayerRange(layers // 2, layers)]
-    with crowd_on(model, 2, spans=halves) as crowd:
+    with users_on_peers(model, 2, spans=halves) as sync_users:
 
         def peers() -> float:
-            written = crowd.write(next(prompts), 1)
-            return length / (written.times[0] - written.began)
+            written = sync_users.write(next(prompts), 1)
+            return LENGTH / (written.times[0] - written.started_at)
 
         def mono() -> float:
-            return length / single.write(next(prompts), 1)[1]
+            return LENGTH / single.write(next(prompts), 1)[1]
 
-        samples = interleaved({"mono": mono, "two_peers": peers}, say, rounds)
+        samples = interleaved({"mono": mono, "two_peers": peers}, log, ROUNDS)
     middle = medians(samples)
     return Report(
         experiment="prefill",
@@ -42,5 +42,5 @@ def run(say: Say, *, length: int = LENGTH, rounds: int = ROUNDS) -> Report:
         ],
         ratios={"two_peers_vs_mono": median_ratio(samples, "two_peers", "mono")},
         goals={"two_peers_vs_mono": (">=", 1.7)},
-        notes=[f"f32, {length} tokens, from the question to the first token; opening the session included"],
+        notes=[f"f32, {LENGTH} tokens, from the request to the first token; opening the session included"],
     )

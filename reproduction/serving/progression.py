@@ -1,7 +1,7 @@
-"""From one node to two, one user to two, without drafts and with: the unsplit model on one core = 1, as published.
+"""From one machine to two, from one user to two, without and with drafts; the unsplit model on one core is 1.
 
-The draft is scripted: it knows the text, errs so often that its acceptance is the published one, and is charged the
-time of a model a fifth the target's size.
+The draft is scripted: it knows the text, errs as often as the published acceptance says, and takes the time of a model
+a fifth of the target's size.
 """
 
 from __future__ import annotations
@@ -14,40 +14,40 @@ from client.speculation.speculation import Guesser
 from client.speculation.tuner import Prior, Tuner
 from reproduction.bounds.never_idle import busy_stages
 from reproduction.bounds.unsplit import Single
-from reproduction.experiment import ROUNDS_OF_ONE, Report, Row, Say, interleaved, median_ratio, medians
-from reproduction.harness.local import even
+from reproduction.experiment import ROUNDS_OF_ONE, Log, Report, Row, interleaved, median_ratio, medians
+from reproduction.harness.local import even_spans
 from reproduction.harness.machine import machine
-from reproduction.harness.scripted_draft import GUESSES, SHARE, ScriptedDraft, chance_of
-from reproduction.harness.users import crowd_on, prompts_of
+from reproduction.harness.scripted_draft import COST_SHARE, GUESSES, ScriptedDraft, chance_of
+from reproduction.harness.users import prompts_of, users_on_peers
 from reproduction.models.real import smollm2
 
 TOKENS = 96
 ACCEPTANCE = 0.707
 
 
-def run(say: Say, *, tokens: int = TOKENS, rounds: int = ROUNDS_OF_ONE) -> Report:
-    model = smollm2(say)
+def run(log: Log) -> Report:
+    model = smollm2(log)
     single = Single(model)
     prompts = prompts_of(2)
-    draft_s = SHARE / single.write(prompts[0], tokens)[0]
-    spans = even(model, 2)
-    with crowd_on(model, 2, spans=spans) as crowd, busy_stages(model, spans, "accuracy") as busy:
-        alone = [crowd.write(prompt, tokens).ids for prompt in prompts]
+    draft_s = COST_SHARE / single.write(prompts[0], TOKENS)[0]
+    spans = even_spans(model, 2)
+    with users_on_peers(model, 2, spans=spans) as sync_users, busy_stages(model, spans, "accuracy") as busy:
+        expected = [sync_users.write(prompt, TOKENS).ids for prompt in prompts]
 
         def with_drafts() -> float:
-            guessers = [_guesser([*prompt, *ids], draft_s) for prompt, ids in zip(prompts, alone, strict=True)]
-            return crowd.together(prompts, alone, guessers)
+            guessers = [_guesser([*prompt, *ids], draft_s) for prompt, ids in zip(prompts, expected, strict=True)]
+            return sync_users.run_all(prompts, expected, guessers)
 
         samples = interleaved(
             {
-                "mono": lambda: single.speed(prompts[0], tokens),
-                "one_stream": partial(crowd.together, prompts[:1], alone[:1]),
-                "two_streams": partial(crowd.together, prompts, alone),
+                "mono": lambda: single.speed(prompts[0], TOKENS),
+                "one_stream": partial(sync_users.run_all, prompts[:1], expected[:1]),
+                "two_streams": partial(sync_users.run_all, prompts, expected),
                 "never_idle": lambda: busy.speed(2),
                 "two_streams_drafts": with_drafts,
             },
-            say,
-            rounds,
+            log,
+            ROUNDS_OF_ONE,
         )
     middle = medians(samples)
     return Report(
@@ -69,10 +69,10 @@ def run(say: Say, *, tokens: int = TOKENS, rounds: int = ROUNDS_OF_ONE) -> Repor
         goals={"two_streams_vs_mono": (">=", 1.8), "two_streams_drafts_vs_mono": (">=", 2.6)},
         notes=[
             "published: two streams 1.20 times one unsplit user, with drafts 1.79",
-            f"drafts: scripted, {GUESSES} guesses a window, {ACCEPTANCE:.1%} accepted (published), each charged "
-            f"{SHARE:.0%} of the unsplit model's time for a token",
-            f"f32, {tokens} tokens after prompts of {len(prompts[0])}, from the question to the last token",
-            "never idle: each stage decodes without end, both at once; no network, client, prompt: the bound",
+            f"drafts: scripted, {GUESSES} guesses a window, {ACCEPTANCE:.1%} accepted (published), each takes "
+            f"{COST_SHARE:.0%} of the unsplit model's time for a token",
+            f"f32, {TOKENS} tokens after prompts of {len(prompts[0])}, from the request to the last token",
+            "never idle: each stage always decodes, both at once; no network, client, prompt: the upper bound",
         ],
     )
 

@@ -1,6 +1,6 @@
-"""From process start: `swarm --help`, `swarm join` to announced, cold and warm, `swarm generate` to the first token.
+"""Seconds from process start: `swarm --help`, `swarm join` (cold and warm), `swarm generate` to its first token.
 
-Cold is a cache without compiled graphs; the files themselves are in the system's page cache.
+Cold means no cached compiled graphs; the model files are in the system's page cache.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from reproduction.experiment import ROUNDS, Report, Row, Say
+from reproduction.experiment import ROUNDS, Log, Report, Row
 from reproduction.harness.machine import machine
 from reproduction.harness.peers import pinned_swarm
 from reproduction.models.real import Model, smollm2
 from swarm.app.local_swarm import LocalSwarm
 
 
-def run(say: Say) -> Report:
-    model = smollm2(say)
+def run(log: Log) -> Report:
+    model = smollm2(log)
     seconds: dict[str, list[float]] = {"help": [], "cold": [], "warm": [], "first_token": []}
     with pinned_swarm(model, [model.manifest.span]) as swarm:
         for round_ in range(ROUNDS):
@@ -29,7 +29,7 @@ def run(say: Say) -> Report:
                 seconds["cold"].append(_join(model, swarm, Path(cache)))
                 seconds["warm"].append(_join(model, swarm, Path(cache)))
             seconds["first_token"].append(_first_token(model, swarm))
-            say(f"round {round_ + 1} of {ROUNDS}: " + ", ".join(f"{k} {v[-1]:.2f} s" for k, v in seconds.items()))
+            log(f"round {round_ + 1} of {ROUNDS}: " + ", ".join(f"{k} {v[-1]:.2f} s" for k, v in seconds.items()))
     middle = {name: statistics.median(values) for name, values in seconds.items()}
     names = {
         "help": "swarm --help",
@@ -43,7 +43,7 @@ def run(say: Say) -> Report:
         rows=[Row(configuration=text, value=middle[name], unit="s") for name, text in names.items()],
         ratios={"help_s": middle["help"], "warm_vs_cold": middle["warm"] / middle["cold"]},
         goals={"help_s": ("<=", 0.5)},
-        notes=["the joining peer takes all 30 layers; another peer serves them meanwhile on the other core"],
+        notes=["the joining peer takes all 30 layers; another peer serves them on the other core"],
     )
 
 

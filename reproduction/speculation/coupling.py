@@ -1,8 +1,8 @@
-"""How often a model draft is right when it samples: the same random numbers for both, against the best rule there is.
+"""The acceptance of a draft model that samples: the same random numbers for both models, against the optimal rule.
 
-Over the positions of one text, the chance that draft (SmolLM2 INT4) and target (SmolLM2 f16) draw the same token: from
-the same random numbers (what this project does), and the optimum of any rule, 1 - TV(p, q), which min(1, p/q) reaches
-(Leviathan et al. 2023). Also: with independent draws that are only compared, and with the draft's likeliest token.
+Over the positions of one text, the chance that draft (SmolLM2 INT4) and target (SmolLM2 f16) draw the same token: with
+the same random numbers (as in this project), and with the optimal rule, 1 - TV(p, q), which min(1, p/q) reaches
+(Leviathan et al. 2023). Also with independent draws, and with the draft's most likely token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import openvino_genai
 from numpy.typing import NDArray
 
-from reproduction.experiment import Report, Row, Say
+from reproduction.experiment import Log, Report, Row
 from reproduction.harness.machine import machine
 from reproduction.harness.prompt_kinds import KINDS
 from reproduction.models.real import Model, smollm2, smollm2_f16
@@ -30,58 +30,58 @@ SETTINGS = {
 }
 
 
-def run(say: Say) -> Report:
-    target, small = smollm2_f16(say), smollm2(say)
+def run(log: Log) -> Report:
+    target, small = smollm2_f16(log), smollm2(log)
     tokenizer = openvino_genai.Tokenizer(str(target.package))
     text = tokenizer.apply_chat_template([{"role": "user", "content": KINDS[4].prompt}], True)
     ids = [int(i) for i in tokenizer.encode(text, add_special_tokens=False).input_ids.data[0]]
     rows: list[Row] = []
     ratios: dict[str, float] = {}
     for name, sampling in SETTINGS.items():
-        line, p = _written(target, ids, sampling)
-        q = _judged(small, line, len(ids))
+        ids, p = _generate(target, ids, sampling)
+        q = _logits(small, ids, len(ids))
         chances = np.mean([_chances(a, b, sampling) for a, b in zip(p, q, strict=True)], axis=0)
         labels = ("the same random numbers", "optimum, 1 - TV", "independent draws", "the draft's likeliest token")
         for label, chance in zip(labels, chances, strict=True):
             rows.append(Row(configuration=f"{name}: {label}", value=float(chance), unit="accepted"))
         ratios[f"same_number_vs_optimum_{len(ratios)}"] = float(chances[0] / chances[1])
-        say(f"{name}: {', '.join(f'{chance:.3f}' for chance in chances)}")
+        log(f"{name}: {', '.join(f'{chance:.3f}' for chance in chances)}")
     return Report(
         experiment="coupling",
         machine=machine(),
         rows=rows,
         ratios=ratios,
-        notes=[f"{TOKENS} tokens that the target wrote in each setting; the first is counted over {DRAWS} seeds"],
+        notes=[f"{TOKENS} tokens that the target generated in each setting; the first is counted over {DRAWS} seeds"],
     )
 
 
-def _written(model: Model, prompt: list[int], sampling: Sampling) -> tuple[list[int], NDArray[np.float32]]:
-    """The line of a text, and the logits [TOKENS, vocab] of each of its tokens."""
+def _generate(model: Model, prompt: list[int], sampling: Sampling) -> tuple[list[int], NDArray[np.float32]]:
+    """The token ids of prompt and text, and the logits [TOKENS, vocab] of the text."""
     engine = open_engine(model.package, model.manifest, model.manifest.span)
     engine.open("text", len(prompt) + TOKENS)
-    line, fed = list(prompt), 0
+    ids, fed = list(prompt), 0
     rows: list[NDArray[np.float32]] = []
     while len(rows) < TOKENS:
-        (logits,) = engine.forward([Step(session="text", start=fed, tokens=np.array(line[fed:], np.int32), rows=1)])
+        (logits,) = engine.forward([Step(session="text", start=fed, tokens=np.array(ids[fed:], np.int32), rows=1)])
         assert isinstance(logits, np.ndarray)
-        fed = len(line)
+        fed = len(ids)
         rows.append(logits[0])
-        line.append(choose(logits[0], sampling, position=fed).token)
-    return line, np.stack(rows)
+        ids.append(choose(logits[0], sampling, position=fed).token)
+    return ids, np.stack(rows)
 
 
-def _judged(model: Model, line: list[int], prompt: int) -> NDArray[np.float32]:
-    """What another model gives for each token of the same line."""
+def _logits(model: Model, ids: list[int], prompt: int) -> NDArray[np.float32]:
+    """The logits of another model for the same text."""
     engine = open_engine(model.package, model.manifest, model.manifest.span)
-    engine.open("text", len(line))
-    tokens = np.array(line[:-1], np.int32)
-    (logits,) = engine.forward([Step(session="text", start=0, tokens=tokens, rows=len(line) - prompt)])
+    engine.open("text", len(ids))
+    tokens = np.array(ids[:-1], np.int32)
+    (logits,) = engine.forward([Step(session="text", start=0, tokens=tokens, rows=len(ids) - prompt)])
     assert isinstance(logits, np.ndarray)
     return logits
 
 
 def _chances(target: NDArray[np.float32], draft: NDArray[np.float32], sampling: Sampling) -> tuple[float, ...]:
-    """By the rules above, in their order; the first is counted over `DRAWS` seeds."""
+    """The chance of each rule above, in order; the first is counted over `DRAWS` seeds."""
     ids_p, p = probabilities(target, sampling)
     ids_q, q = probabilities(draft, sampling)
     dense_p, dense_q = np.zeros(len(target)), np.zeros(len(target))

@@ -1,11 +1,11 @@
-"""One process, eight kinds of prompts, 128 tokens: with a draft and without, by kind, with its acceptance.
+"""Speed with and without a draft, and its acceptance: one process, eight kinds of prompts, 128 tokens.
 
-Three drafts. `look-up` and `model` (SmolLM2 INT4 for SmolLM2 f16) are real; a draft that costs as much as its target
-cannot win here, and the figures say so. `scripted` knows the text, errs so often that its acceptance is the published
-one of its kind, and is charged the time of a model a fifth the target's size: what the machinery makes of a good draft.
-It drafts for SmolLM2 INT4, and for a made-up model of Llama 3.2 1B's shape, once for each of the published acceptances:
-what such a model is asked tells nothing. The latter in both modes: in f32 a step of four tokens computes for nearly
-twice as long as one of one; with int8 activations, the device's own mode, it waits for memory alone.
+There are three drafts. `look-up` and `model` (SmolLM2 INT4 for SmolLM2 f16) are real; a draft that costs as much as its
+target cannot win here. `scripted` knows the text, errs as often as the published acceptance of the kind says, and takes
+the time of a model a fifth of the target's size: it shows the gain from a good draft. It drafts for SmolLM2 INT4, and
+for a random model with the shape of Llama 3.2 1B, once for each published acceptance, because the prompt does not
+matter there. The latter runs in both modes: in f32 a step of four tokens takes nearly twice as long as a step of one;
+with int8 activations, the device's default, both are bound by memory.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from client.speculation.draft import Draft, NgramDraft
 from client.speculation.draft_model import DraftModel
 from client.speculation.speculation import SpeculationReport
 from reproduction.bounds.one_process import write
-from reproduction.experiment import Report, Row, Say
+from reproduction.experiment import Log, Report, Row
 from reproduction.harness.machine import machine
 from reproduction.harness.prompt_kinds import KINDS
-from reproduction.harness.scripted_draft import GUESSES, SHARE, ScriptedDraft, chance_of
+from reproduction.harness.scripted_draft import COST_SHARE, GUESSES, ScriptedDraft, chance_of
 from reproduction.models.checkpoints import llama_1b_shaped
 from reproduction.models.real import Model, smollm2, smollm2_f16
 from swarm.engine.base import Engine
@@ -32,56 +32,56 @@ from swarm.engine.compose import open_engine
 
 TOKENS = 128
 _SCRIPTS = 12
-_ACCEPTANCES = {0.93: 1.50, 0.707: 1.33, 0.50: 1.11}  # and what was published of each
+_ACCEPTANCES = {0.93: 1.50, 0.707: 1.33, 0.50: 1.11}  # acceptance -> published gain
 DraftOf = Callable[[list[int], float], Draft]
-"""From the whole text and the seconds that a token takes without a draft."""
+"""Creates a draft from the whole text and the seconds of a token without a draft."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """A draft, and the guesses a trip where they are fixed."""
+class DraftSetup:
+    """A draft, and its number of guesses per trip if that is fixed."""
 
     draft: DraftOf
     fixed: int | None = None
     published: float | None = None
 
 
-LOOK_UP = Way(draft=lambda text, token_s: NgramDraft())
+LOOK_UP = DraftSetup(draft=lambda text, token_s: NgramDraft())
 
 
-def run(say: Say, *, tokens: int = TOKENS) -> Report:
-    small, target, large = smollm2(say), smollm2_f16(say), llama_1b_shaped(say)
+def run(log: Log) -> Report:
+    small, target, large = smollm2(log), smollm2_f16(log), llama_1b_shaped(log)
     gains: dict[str, list[float]] = {"look_up": [], "model": [], "scripted": []}
     rows: list[Row] = []
     with asyncio.Runner() as runner:
 
-        def compare(bench: Bench, prompt: str, ways: Mapping[str, Way]) -> list[float]:
-            found = bench.gains(prompt, ways, tokens)
+        def compare(bench: Bench, prompt: str, setups: Mapping[str, DraftSetup]) -> list[float]:
+            found = bench.gains(prompt, setups, TOKENS)
             for name, (gain, report) in found.items():
                 share = report.accepted / report.proposed if report.proposed else 0.0
-                told = f"{name} ({share:.0%} of {report.proposed} accepted)"
-                rows.append(Row(configuration=told, value=gain, unit="x", published=ways[name].published))
-                say(f"{told}: {gain:.2f}")
+                label = f"{name} ({share:.0%} of {report.proposed} accepted)"
+                rows.append(Row(configuration=label, value=gain, unit="x", published=setups[name].published))
+                log(f"{label}: {gain:.2f}")
             return [gain for gain, _ in found.values()]
 
         model = runner.run(DraftModel.open(small.package, target.manifest, threads=1))
         int4, f16 = Bench(small, runner), Bench(target, runner)
         for kind in KINDS:
-            ways = {f"{kind.name}, look-up": LOOK_UP, f"{kind.name}, scripted": scripted(kind.acceptance, kind.gain)}
-            for name, gain in zip(("look_up", "scripted"), compare(int4, kind.prompt, ways), strict=True):
+            setups = {f"{kind.name}, look-up": LOOK_UP, f"{kind.name}, scripted": scripted(kind.acceptance, kind.gain)}
+            for name, gain in zip(("look_up", "scripted"), compare(int4, kind.prompt, setups), strict=True):
                 gains[name].append(gain)
-            ways = {f"{kind.name}, model": Way(draft=lambda text, _: model.draft(len(text) + 64))}
-            gains["model"] += compare(f16, kind.prompt, ways)
+            setups = {f"{kind.name}, model": DraftSetup(draft=lambda text, _: model.draft(len(text) + 64))}
+            gains["model"] += compare(f16, kind.prompt, setups)
         model.close()
-        del int4, f16  # the large one needs the room
+        del int4, f16  # The large model needs the memory.
         changed = 0
         for mode in ("accuracy", "performance"):
-            ways = {
+            setups = {
                 f"1B-shaped in {mode} mode, scripted, {share:.0%} meant": scripted(share, gain)
                 for share, gain in _ACCEPTANCES.items()
             }
             bench = Bench(large, runner, mode)
-            by_acceptance = dict(zip(_ACCEPTANCES, compare(bench, KINDS[0].prompt, ways), strict=True))
+            by_acceptance = dict(zip(_ACCEPTANCES, compare(bench, KINDS[0].prompt, setups), strict=True))
             gains[f"scripted_1b_{mode}"] = [by_acceptance[kind.acceptance] for kind in KINDS]
             changed += bench.changed
     return Report(
@@ -91,10 +91,10 @@ def run(say: Say, *, tokens: int = TOKENS) -> Report:
         ratios={f"{name}_mean": statistics.fmean(values) for name, values in gains.items()},
         goals={f"scripted{of}_mean": (">=", 1.33) for of in ("", "_1b_accuracy", "_1b_performance")},
         notes=[
-            f"{tokens} tokens, one process, one thread; against the mean of an answer without before and one after",
-            "look-up and model choose their windows themselves; model is SmolLM2 INT4 drafting for SmolLM2 f16",
-            f"scripted: {GUESSES} guesses a trip, the published acceptance of its kind (70.7 % where there is none), "
-            f"each guess charged {SHARE:.0%} of the target's time for a token; it is no real model",
+            f"{TOKENS} tokens, one process, one thread; against the mean of an answer without before and one after",
+            "look-up and model have adaptive windows; model is SmolLM2 INT4 drafting for SmolLM2 f16",
+            f"scripted: {GUESSES} guesses per trip, the published acceptance of its kind (70.7 % if unpublished), "
+            f"each guess takes {COST_SHARE:.0%} of the target's time for a token; it is no real model",
             "1B: random weights of Llama 3.2 1B's shape in int4; its mean is over the eight kinds by their acceptances",
             f"of the 1B in performance mode {changed} of {len(_ACCEPTANCES)} texts differ from the one without a "
             "draft; no other may",
@@ -102,19 +102,21 @@ def run(say: Say, *, tokens: int = TOKENS) -> Report:
     )
 
 
-def scripted(acceptance: float, published: float) -> Way:
-    """`acceptance` of `GUESSES` a trip, at `SHARE` of the target's time each."""
+def scripted(acceptance: float, published: float) -> DraftSetup:
+    """A scripted draft: `acceptance` of `GUESSES` per trip, each at `COST_SHARE` of the target's time."""
     errors = 1 - chance_of(acceptance)
-    return Way(
-        draft=lambda text, token_s: ScriptedDraft(text, errors=errors, seconds=SHARE * token_s),
+    return DraftSetup(
+        draft=lambda text, token_s: ScriptedDraft(text, errors=errors, seconds=COST_SHARE * token_s),
         fixed=GUESSES,
         published=published,
     )
 
 
 class Bench:
-    """A model in this process, and answers over it. `changed` counts the texts that a draft changed, which none may in
-    accuracy mode."""
+    """Generates with a model in this process.
+
+    `changed` counts the texts that differ with a draft; in accuracy mode there must be none.
+    """
 
     def __init__(self, model: Model, runner: asyncio.Runner, precision: str = "accuracy") -> None:
         self.changed = 0
@@ -125,31 +127,38 @@ class Bench:
         self._tokenizer = openvino_genai.Tokenizer(str(model.package))
         self._runner = runner
 
-    def gains(self, prompt: str, ways: Mapping[str, Way], tokens: int) -> dict[str, tuple[float, SpeculationReport]]:
-        """By how much each way makes it faster than the mean of an answer before all of them and one after, and how
-        guessing went. Raises AssertionError where a text changes in accuracy mode."""
+    def gains(
+        self, prompt: str, setups: Mapping[str, DraftSetup], tokens: int
+    ) -> dict[str, tuple[float, SpeculationReport]]:
+        """The gain of each setup over the mean of an answer before all of them and one after, and its speculation.
+
+        Raises AssertionError if a text changes in accuracy mode.
+        """
         text = self._tokenizer.apply_chat_template([{"role": "user", "content": prompt}], True)
         ids = [int(i) for i in self._tokenizer.encode(text, add_special_tokens=False).input_ids.data[0]]
-        before_s, said, _ = self._write(ids, tokens)
-        guessed = {name: self._guess(ids, said, way, before_s / tokens) for name, way in ways.items()}
-        after_s, again, _ = self._write(ids, tokens)
-        self.changed += sum(text != said for _, text, _ in guessed.values())
-        if again != said or (self._exact and self.changed):
+        before_s, reference, _ = self._write(ids, tokens)
+        results = {name: self._guess(ids, reference, setup, before_s / tokens) for name, setup in setups.items()}
+        after_s, repeated, _ = self._write(ids, tokens)
+        self.changed += sum(text != reference for _, text, _ in results.values())
+        if repeated != reference or (self._exact and self.changed):
             raise AssertionError("a draft changed the text")
         found = {}
-        for name, (took_s, _, report) in guessed.items():
+        for name, (took_s, _, report) in results.items():
             assert report is not None
             found[name] = (statistics.fmean((before_s, after_s)) / took_s, report)
         return found
 
     def _guess(
-        self, ids: Sequence[int], said: Sequence[int], way: Way, token_s: float
+        self, ids: Sequence[int], reference: Sequence[int], setup: DraftSetup, token_s: float
     ) -> tuple[float, list[int], SpeculationReport | None]:
-        """As `_write`, with a draft that knows `said`. In performance mode windows can change the text, and what the
-        draft has to know is the text as it is with them: each answer is the next one's script until it stays."""
-        script = list(said)
+        """Like `_write`, with a draft that knows the text `reference`.
+
+        In performance mode windows can change the text, and the draft must know the changed one: each answer becomes
+        the script of the next one until the text stays the same.
+        """
+        script = list(reference)
         for _ in range(1 if self._exact else _SCRIPTS):
-            written = self._write(ids, len(said), way.draft([*ids, *script], token_s), k=way.fixed)
+            written = self._write(ids, len(reference), setup.draft([*ids, *script], token_s), k=setup.fixed)
             if written[1] == script:
                 break
             script = written[1]

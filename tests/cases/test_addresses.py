@@ -1,4 +1,4 @@
-"""Case 6: addresses that are none, and initial peers that are all down."""
+"""Malformed addresses, and initial peers that are down."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from swarm.app.local_swarm import LocalSwarm
 from swarm.app.main import app
 from tests.cases.observer import digest_of
-from tests.harness import listens, run_swarm, wait_until
+from tests.harness import is_listening, run_swarm, wait_until
 
 COMMANDS = {
     "join": ["join", "model"],
@@ -33,12 +33,12 @@ MALFORMED = [
 ]
 
 
-def invoke(words: Sequence[str]) -> Any:
-    return CliRunner().invoke(app, list(words))
+def invoke(arguments: Sequence[str]) -> Any:
+    return CliRunner().invoke(app, list(arguments))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_malformed_address_is_named_in_one_line_by_every_command(command: str) -> None:
+def test_every_command_names_a_malformed_address_in_one_line(command: str) -> None:
     for address in MALFORMED:
         result = invoke([*COMMANDS[command], "--initial-peer", "127.0.0.1:1", "--initial-peer", address])
         assert result.exit_code == 2, (address, result.output)
@@ -50,7 +50,7 @@ def test_every_malformed_address_is_named_in_one_line_by_every_command(command: 
 
 @pytest.mark.parametrize("command", ["join", "bootstrap", "doctor"])
 @pytest.mark.parametrize("address", ["nonsense", "10.0.0.1 :5", "tcp://0.0.0.0:5", "0.0.0.0:99999"])
-def test_so_is_a_place_to_listen_at(command: str, address: str) -> None:
+def test_a_malformed_listen_address_is_named_in_one_line(command: str, address: str) -> None:
     result = invoke([*COMMANDS[command], "--listen", address])
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
@@ -58,64 +58,58 @@ def test_so_is_a_place_to_listen_at(command: str, address: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "routes", "models"])
-def test_a_client_says_that_all_its_initial_peers_are_down(command: str) -> None:
-    dead = [f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"]
-    words = [word for address in dead for word in ("--initial-peer", address)]
-    result = invoke([*COMMANDS[command], *words])
+def test_a_client_names_all_its_initial_peers_if_they_are_down(command: str) -> None:
+    unreachable = [f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"]
+    arguments = [word for address in unreachable for word in ("--initial-peer", address)]
+    result = invoke([*COMMANDS[command], *arguments])
     assert result.exit_code == 7, result.output
     *_, last = result.stderr.splitlines()
     assert last.startswith("error: no peer of the swarm can be reached: ")
-    for address in dead:
+    for address in unreachable:
         assert address in last
 
 
-def test_the_doctor_says_it_too() -> None:
-    dead = f"127.0.0.1:{free_port()}"
-    done = run_swarm("doctor", "--initial-peer", dead, "--listen", "127.0.0.1:0", "--json")
+def test_the_doctor_names_an_initial_peer_that_is_down() -> None:
+    unreachable = f"127.0.0.1:{free_port()}"
+    done = run_swarm("doctor", "--initial-peer", unreachable, "--listen", "127.0.0.1:0", "--json")
     assert done.returncode == 1
     findings = json.loads(done.stdout)["findings"]
     (failed,) = [finding for finding in findings if finding["level"] == "FAIL"]
-    assert dead in failed["text"]
+    assert unreachable in failed["text"]
     assert failed["advice"]
 
 
-def test_one_initial_peer_that_lives_is_enough(standing_swarm: LocalSwarm) -> None:
-    words = [f"--initial-peer=127.0.0.1:{free_port()}", f"--initial-peer={standing_swarm.addresses[-1]}"]
-    result = invoke(["models", *words, "--json"])
+def test_one_reachable_initial_peer_is_enough(standing_swarm: LocalSwarm) -> None:
+    arguments = [f"--initial-peer=127.0.0.1:{free_port()}", f"--initial-peer={standing_swarm.addresses[-1]}"]
+    result = invoke(["models", *arguments, "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["models"][0]["digest"] == digest_of(standing_swarm)
 
 
-def test_a_peer_keeps_trying_and_joins_when_the_bootstrap_comes_up(smollm2_package: Path, tmp_path: Path) -> None:
-    places = [f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"]
+def test_a_peer_retries_and_joins_when_the_bootstrap_starts(smollm2_package: Path, tmp_path: Path) -> None:
+    addresses = [f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"]
     with LocalSwarm(tmp_path, options=["--threads", "1"]) as swarm:
-        peer = swarm.join(smollm2_package, "0:4", name="early", initial=places)
-        wait_until(lambda: peer.log.read_text().count("trying again") or not peer.alive, "it says that it tries again")
+        peer = swarm.join(smollm2_package, "0:4", name="early", initial=addresses)
+        wait_until(lambda: peer.log.read_text().count("trying again") or not peer.alive, "the peer tries again")
         assert peer.alive, peer.log_tail()
-        assert all(place in peer.log.read_text() for place in places)
-        keeper = swarm.bootstrap(listen=places[1])
+        assert all(address in peer.log.read_text() for address in addresses)
+        bootstrap = swarm.bootstrap(listen=addresses[1])
         swarm.wait()
-        digest = digest_of_event(peer.event("announced"))
-        done = run_swarm("models", "--initial-peer", keeper.address, "--json")
+        digest = digest_of(swarm)
+        done = run_swarm("models", "--initial-peer", bootstrap.address, "--json")
         assert done.returncode == 0, done.stderr
         assert [model["digest"] for model in json.loads(done.stdout)["models"]] == [digest]
-        # it is a member now, and needs the bootstrap no more
-        keeper.kill()
-        wait_until(lambda: not listens(int(places[1].rpartition(":")[2])), "the bootstrap is gone")
-        done = run_swarm("models", "--initial-peer", places[1], "--initial-peer", peer.address, "--json")
+        # The peer is a member now and does not need the bootstrap.
+        bootstrap.kill()
+        wait_until(lambda: not is_listening(int(addresses[1].rpartition(":")[2])), "the bootstrap has ended")
+        done = run_swarm("models", "--initial-peer", addresses[1], "--initial-peer", peer.address, "--json")
         assert done.returncode == 0, done.stderr
         assert [model["digest"] for model in json.loads(done.stdout)["models"]] == [digest]
         assert "Traceback" not in peer.log.read_text()
 
 
-def digest_of_event(announced: dict[str, Any] | None) -> str:
-    assert announced is not None
-    digest: str = announced["model"]["digest"]
-    return digest
-
-
 def free_port() -> int:
-    """A port where nobody listens."""
+    """A port on which no process listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port

@@ -1,6 +1,7 @@
-"""Cases 1, 2 and 3: peers are killed, stopped and restarted while they compute. The text is as if nothing had been.
+"""Peers are killed, stopped and restarted while they compute: the text stays exactly the same.
 
-Three peers in a row, with spares for the one in the middle: fewer from test to test, since starting one takes longest.
+Three stages, with spare peers for the middle one. Each test needs fewer spares than the one before, because starting a
+peer takes longest.
 """
 
 from __future__ import annotations
@@ -23,19 +24,18 @@ from client.generation.chat import ChatSession
 from client.generation.generate import Piece
 from swarm.errors import NotCovered
 from swarm.model.manifest import load_manifest
-from tests.cases.conftest import ChatIds
-from tests.cases.town import Diary, House, Town, names_on, stopped, town_in
-from tests.conftest import GreedyReference
+from tests.cases.town import EventLog, House, Town, peer_names, stopped, town_in
+from tests.conftest import ChatIds, GreedyReference
 from tests.harness import PATIENCE_S, ROOT, run_swarm, swarm_command, wait_until
 
 PROMPT = "Name three things that bees do."
-COUNTING = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16,"  # it goes on for as long as it may
-MIDDLE = "11:15"  # the shortest there is: it is started most often
+COUNTING = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16,"  # The model continues it until it is stopped.
+MIDDLE = "11:15"  # The shortest span: it is started most often.
 
 
 @pytest.fixture(scope="module")
 def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    with town_in(tmp_path_factory.mktemp("town")) as town:
+    with town_in(tmp_path_factory.mktemp("peers")) as town:
         yield town
 
 
@@ -44,26 +44,26 @@ def digest(smollm2_package: Path) -> str:
     return load_manifest(smollm2_package).digest
 
 
-class Row:
-    """`first`, `last`, and as many in the middle as a test asks for."""
+class ThreeStages:
+    """Peers `first` and `last`, and a number of peers for the middle."""
 
     def __init__(self, town: Town, package: Path) -> None:
         self.town = town
         self.first = House("first", "0:11", package)
         self.last = House("last", "15:30", package)
-        room = ("--kv-tokens", "2048")  # less than the others have: who finds one full goes to the next
-        self.middles = [House(f"middle-{letter}", MIDDLE, package, room) for letter in "abc"]
+        options = ("--kv-tokens", "2048")  # Less than the others: a client that finds one full takes the next.
+        self.middles = [House(f"middle-{letter}", MIDDLE, package, options) for letter in "abc"]
 
-    def stand(self, middles: int) -> list[House]:
-        """That many serve the middle now."""
-        there = self.town.some(self.middles, middles)
-        self.town.populate(self.first, *there, self.last)
-        return there
+    def serve(self, middles: int) -> list[House]:
+        """Have exactly `middles` peers serve the middle; returns them."""
+        chosen = self.town.pick(self.middles, middles)
+        self.town.populate(self.first, *chosen, self.last)
+        return chosen
 
 
 @pytest.fixture
-def row(town: Town, smollm2_package: Path) -> Row:
-    return Row(town, smollm2_package)
+def stages(town: Town, smollm2_package: Path) -> ThreeStages:
+    return ThreeStages(town, smollm2_package)
 
 
 def exactly(tokens: int) -> GenerationConfig:
@@ -78,172 +78,176 @@ def text_of(pieces: Sequence[Piece]) -> str:
     return "".join(piece.text for piece in pieces)
 
 
-async def connect(row: Row, digest: str, diary: Diary, **options: Any) -> SwarmClient:
+async def connect(stages: ThreeStages, digest: str, event_log: EventLog, **options: Any) -> SwarmClient:
     return await SwarmClient.connect(
-        digest, initial_peers=row.town.addresses, config=ClientConfig(**options), on_event=diary.hear
+        digest, initial_peers=stages.town.addresses, config=ClientConfig(**options), on_event=event_log.on_event
     )
 
 
-# -- case 2
+# -- a stopped peer
 
 
-def test_a_stopped_peer_is_left_out_and_the_session_beside_it_goes_on_as_if_nothing_was(
-    row: Row, digest: str, chat_ids: ChatIds, greedy_reference: GreedyReference
+def test_a_stopped_peer_is_replaced_and_another_session_is_not_affected(
+    stages: ThreeStages, digest: str, chat_ids: ChatIds, greedy_reference: GreedyReference
 ) -> None:
     """Both sessions share a client, its connections, the first peer and the last one."""
-    row.stand(middles=3)
-    diary = Diary()
+    stages.serve(middles=3)
+    event_log = EventLog()
     expected = greedy_reference(chat_ids(PROMPT), 40)
 
-    async def turns(chat: ChatSession, over: asyncio.Event) -> list[list[int]]:
+    async def repeat_answers(chat: ChatSession, finished: asyncio.Event) -> list[list[int]]:
         answers = []
-        while not over.is_set():
+        while not finished.is_set():
             chat.reset()
             answers.append(list((await chat.send(PROMPT, exactly(40))).token_ids))
         return answers
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with (
             asyncio.timeout(PATIENCE_S),
-            await connect(row, digest, diary, step_floor_s=2.0) as client,
+            await connect(stages, digest, event_log, step_floor_s=2.0) as client,
             contextlib.AsyncExitStack() as stack,
         ):
-            struck, beside = await _sessions_over_both(client, stack)
-            victim, route_beside = names_on(struck.route)[1], beside.route
-            diary.events.clear()
-            over = asyncio.Event()
-            others = asyncio.create_task(turns(beside, over))
+            interrupted, other_chat = await _chats_over_two_middles(client, stack)
+            victim, other_route = peer_names(interrupted.route)[1], other_chat.route
+            event_log.events.clear()
+            finished = asyncio.Event()
+            others = asyncio.create_task(repeat_answers(other_chat, finished))
             ids: list[int] = []
             with contextlib.ExitStack() as stop:
-                async with aclosing(struck.stream(PROMPT, exactly(40))) as answer:
+                async with aclosing(interrupted.stream(PROMPT, exactly(40))) as answer:
                     async for piece in answer:
                         ids.extend(piece.token_ids)
                         if len(ids) == 10:
-                            stop.enter_context(stopped(row.town[victim]))
-                over.set()
+                            stop.enter_context(stopped(stages.town[victim]))
+                finished.set()
                 answers = await others
             assert piece.metrics is not None
             assert ids == expected
             assert piece.metrics.repairs == 1
-            assert names_on(struck.route) == names_on(route_beside)
-            (repair,) = diary.of(Stage.REPAIRING)
-            assert row.town[victim].address.partition("#")[2][:8] in repair.text
-            assert len(answers) > 1, "the session beside stood still"
+            assert peer_names(interrupted.route) == peer_names(other_route)
+            (repair,) = event_log.of(Stage.REPAIRING)
+            assert stages.town[victim].address.partition("#")[2][:8] in repair.text
+            assert len(answers) > 1, "the other session stood still"
             assert all(answer == expected for answer in answers)
-            assert beside.route == route_beside
+            assert other_chat.route == other_route
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-async def _sessions_over_both(client: SwarmClient, stack: contextlib.AsyncExitStack) -> tuple[ChatSession, ChatSession]:
-    """Two chats whose routes differ in the middle: where a peer is full, the next one goes elsewhere."""
-    over: dict[str, ChatSession] = {}
+async def _chats_over_two_middles(
+    client: SwarmClient, stack: contextlib.AsyncExitStack
+) -> tuple[ChatSession, ChatSession]:
+    """Two chats with different peers in the middle: a client avoids a peer that is full."""
+    by_middle: dict[str, ChatSession] = {}
     filling: list[ChatSession] = []
-    while len(over) < 2:
+    while len(by_middle) < 2:
         chat = await stack.enter_async_context(client.session(max_tokens=600))
         await chat.send(PROMPT, exactly(1))
         chat.reset()
-        _, *between, _ = names_on(chat.route)
+        _, *between, _ = peer_names(chat.route)
         if len(between) > 1:
-            await chat.close()  # not all ways are measured yet, and this one led over both
-        elif between[0] in over:
+            await chat.close()  # Not all links are measured yet, and this route has both peers.
+        elif between[0] in by_middle:
             filling.append(chat)
         else:
-            over[between[0]] = chat
+            by_middle[between[0]] = chat
     for chat in filling:
         await chat.close()
-    one, other = over.values()
+    one, other = by_middle.values()
     return one, other
 
 
-# -- case 1, with a spare
+# -- a killed peer, with a spare
 
 
-def test_a_peer_killed_at_a_token_is_replaced_by_the_spare_and_the_text_is_exact(
-    row: Row, digest: str, chat_ids: ChatIds, greedy_reference: GreedyReference
+def test_a_peer_killed_during_decode_is_replaced_and_the_text_is_exact(
+    stages: ThreeStages, digest: str, chat_ids: ChatIds, greedy_reference: GreedyReference
 ) -> None:
-    row.stand(middles=3)
-    diary = Diary()
+    stages.serve(middles=3)
+    event_log = EventLog()
 
-    async def story() -> list[Piece]:
+    async def scenario() -> list[Piece]:
         pieces: list[Piece] = []
         async with (
-            await connect(row, digest, diary) as client,
+            await connect(stages, digest, event_log) as client,
             aclosing(client.generate(PROMPT, exactly(60))) as answer,
         ):
             async for piece in answer:
                 pieces.append(piece)
                 if len(pieces) == 20:
-                    row.town[diary.routes[-1][1]].kill()
+                    stages.town[event_log.routes[-1][1]].kill()
             assert text_of(pieces) == client.tokenizer.decode(tokens_of(pieces))
         return pieces
 
-    pieces = asyncio.run(story())
+    pieces = asyncio.run(scenario())
     assert tokens_of(pieces) == greedy_reference(chat_ids(PROMPT), 60)
-    _assert_repaired_once(row, diary, pieces[-1])
+    _assert_repaired_once(stages, event_log, pieces[-1])
 
 
-def test_a_peer_killed_while_a_prompt_is_read_is_replaced_by_the_spare_and_the_text_is_exact(
-    row: Row, digest: str, greedy_reference: GreedyReference
+def test_a_peer_killed_during_prefill_is_replaced_and_the_text_is_exact(
+    stages: ThreeStages, digest: str, greedy_reference: GreedyReference
 ) -> None:
-    row.stand(middles=2)
+    stages.serve(middles=2)
 
     def kill(event: Event) -> None:
-        if event.stage is Stage.PREFILL and event.done > event.total // 3 and len(diary.routes) == 1:
-            row.town[diary.routes[-1][1]].kill()  # chunks are under way on every hop
+        if event.stage is Stage.PREFILL and event.done > event.total // 3 and len(event_log.routes) == 1:
+            stages.town[event_log.routes[-1][1]].kill()  # Every hop has chunks in flight.
 
-    diary = Diary(then=kill)
+    event_log = EventLog(forward_to=kill)
 
-    async def story() -> tuple[list[int], list[Piece]]:
-        async with await connect(row, digest, diary, chunk_tokens=16) as client:
+    async def scenario() -> tuple[list[int], list[Piece]]:
+        async with await connect(stages, digest, event_log, chunk_tokens=16) as client:
             prompt = COUNTING * 10
             pieces = [piece async for piece in client.generate(prompt, exactly(16), raw=True)]
             return client.encode(prompt, raw=True), pieces
 
-    prompt_ids, pieces = asyncio.run(story())
+    prompt_ids, pieces = asyncio.run(scenario())
     assert tokens_of(pieces) == greedy_reference(prompt_ids, 16)
-    _assert_repaired_once(row, diary, pieces[-1])
-    done = [event.done for event in diary.of(Stage.PREFILL)]
-    again = next(place for place in range(1, len(done)) if done[place] < done[place - 1])
+    _assert_repaired_once(stages, event_log, pieces[-1])
+    done = [event.done for event in event_log.of(Stage.PREFILL)]
+    restart = next(index for index in range(1, len(done)) if done[index] < done[index - 1])
     chunks = list(range(16, len(prompt_ids), 16))
-    assert done[:again] == chunks[:again], "progress went back before the peer was lost"
-    assert done[again:] == chunks, "the prompt was not read again, once, from its start"
+    assert done[:restart] == chunks[:restart], "progress went back before the peer was lost"
+    assert done[restart:] == chunks, "the prompt was not computed again exactly once from its start"
 
 
-def _assert_repaired_once(row: Row, diary: Diary, last: Piece) -> None:
-    """From a route with the peer that was killed to one of peers that live, without a wait."""
+def _assert_repaired_once(stages: ThreeStages, event_log: EventLog, last: Piece) -> None:
+    """One repair, without waiting, from a route with the killed peer to a route of running peers."""
     assert last.metrics is not None
     assert last.metrics.repairs == 1
-    assert len(diary.of(Stage.REPAIRING)) == 1
-    assert not diary.of(Stage.WAITING)
-    before, after = diary.routes
-    assert [row.town[name].alive for name in before].count(False) == 1
-    assert all(row.town[name].alive for name in after)
-    assert names_on(last.metrics.route) == after
+    assert len(event_log.of(Stage.REPAIRING)) == 1
+    assert not event_log.of(Stage.WAITING)
+    before, after = event_log.routes
+    assert [stages.town[name].alive for name in before].count(False) == 1
+    assert all(stages.town[name].alive for name in after)
+    assert peer_names(last.metrics.route) == after
 
 
-# -- case 3
+# -- a restarted peer
 
 
-def test_a_peer_restarted_three_times_has_one_entry_and_its_former_lives_are_never_routed_to(
-    row: Row, digest: str, chat_ids: ChatIds, greedy_reference: GreedyReference
+def test_a_peer_restarted_three_times_has_one_record_and_no_route_uses_an_old_incarnation(
+    stages: ThreeStages, digest: str, chat_ids: ChatIds, greedy_reference: GreedyReference
 ) -> None:
-    (middle,) = row.stand(middles=1)
-    diary = Diary()
+    (middle,) = stages.serve(middles=1)
+    event_log = EventLog()
 
     async def restart() -> None:
-        """At the same place: who means a former life reaches the next one."""
-        place = row.town[middle.name].address.partition("#")[0]
+        """Restart it on the same address: connections to an old incarnation reach the new one."""
+        address = stages.town[middle.name].address.partition("#")[0]
         for _ in range(3):
-            row.town[middle.name].kill()
-            row.town.start(middle, listen=place)
-            await asyncio.to_thread(row.town.wait, middle, "chosen")
+            stages.town[middle.name].kill()
+            stages.town.start(middle, listen=address)
+            await asyncio.to_thread(stages.town.wait, middle, "chosen")
 
-    async def story() -> list[Piece]:
+    async def scenario() -> list[Piece]:
         pieces: list[Piece] = []
         async with (
             asyncio.timeout(PATIENCE_S),
-            await connect(row, digest, diary, wait_for_peers_s=PATIENCE_S, repair_timeout_s=PATIENCE_S) as client,
+            await connect(
+                stages, digest, event_log, wait_for_peers_s=PATIENCE_S, repair_timeout_s=PATIENCE_S
+            ) as client,
             aclosing(client.generate(PROMPT, exactly(40))) as answer,
         ):
             async for piece in answer:
@@ -252,58 +256,63 @@ def test_a_peer_restarted_three_times_has_one_entry_and_its_former_lives_are_nev
                     await restart()
         return pieces
 
-    pieces = asyncio.run(story())
+    pieces = asyncio.run(scenario())
     assert tokens_of(pieces) == greedy_reference(chat_ids(PROMPT), 40)
     assert pieces[-1].metrics is not None
     assert pieces[-1].metrics.repairs == 1
-    assert not diary.of(Stage.REPAIRING), "a route led to a former life"
-    assert diary.of(Stage.WAITING)
-    row.town.wait(middle)
-    entries = _entries(row, digest, middle)
+    assert not event_log.of(Stage.REPAIRING), "a route used an old incarnation"
+    assert event_log.of(Stage.WAITING)
+    stages.town.wait(middle)
+    entries = _entries(stages, digest, middle)
     assert len(entries) == 1
     assert entries[0]["hop"] == 1
     assert not entries[0]["unreachable"]
 
 
-def _entries(row: Row, digest: str, house: House) -> list[dict[str, Any]]:
-    """What `swarm routes` lists of this peer."""
-    done = run_swarm("routes", digest, "--json", "--initial-peer", row.town.addresses[0])
+def _entries(stages: ThreeStages, digest: str, spec: House) -> list[dict[str, Any]]:
+    """The entries of this peer in the output of `swarm routes`."""
+    done = run_swarm("routes", digest, "--json", "--initial-peer", stages.town.addresses[0])
     assert done.returncode == 0, done.stderr
-    return [peer for peer in json.loads(done.stdout)["peers"] if peer["name"] == house.name]
+    return [peer for peer in json.loads(done.stdout)["peers"] if peer["name"] == spec.name]
 
 
-# -- case 1, without a spare
+# -- a killed peer, without a spare
 
 
-def test_without_a_spare_the_uncovered_layers_are_named_and_the_text_so_far_is_kept(
-    row: Row, digest: str, greedy_reference: GreedyReference, tmp_path: Path
+def test_without_a_spare_the_error_names_the_uncovered_layers_and_the_text_so_far_stays(
+    stages: ThreeStages, digest: str, greedy_reference: GreedyReference, tmp_path: Path
 ) -> None:
-    (middle,) = row.stand(middles=1)
-    diary = Diary()
-    command = _Command("generate", digest, COUNTING, "--raw", "--initial-peer", row.town.addresses[0], folder=tmp_path)
+    (middle,) = stages.serve(middles=1)
+    event_log = EventLog()
+    command = RunningCommand(
+        "generate", digest, COUNTING, "--raw", "--initial-peer", stages.town.addresses[0], folder=tmp_path
+    )
 
     pieces: list[Piece] = []
 
-    async def answered(client: SwarmClient) -> None:
+    async def generate(client: SwarmClient) -> None:
         async with aclosing(client.generate(COUNTING, exactly(200), raw=True)) as answer:
             async for piece in answer:
                 pieces.append(piece)
                 if len(pieces) == 20:
                     await asyncio.to_thread(wait_until, lambda: command.text, "the command answers")
-                    row.town[middle.name].kill()
+                    stages.town[middle.name].kill()
 
-    async def story() -> list[int]:
-        async with await connect(row, digest, diary, wait_for_peers_s=1.0) as client, asyncio.timeout(PATIENCE_S):
+    async def scenario() -> list[int]:
+        async with (
+            await connect(stages, digest, event_log, wait_for_peers_s=1.0) as client,
+            asyncio.timeout(PATIENCE_S),
+        ):
             with pytest.raises(NotCovered, match=MIDDLE) as caught:
-                await answered(client)
+                await generate(client)
             assert caught.value.missing == ((11, 15),)
             return client.encode(COUNTING, raw=True)
 
     with command:
-        prompt_ids = asyncio.run(story())
+        prompt_ids = asyncio.run(scenario())
         assert tokens_of(pieces) == greedy_reference(prompt_ids, len(tokens_of(pieces)))
-        # none, where the loss is heard of between two steps: then another route is looked for before the next
-        assert len(diary.of(Stage.REPAIRING)) <= 1
+        # No repair if the client notices the loss between two steps: it then plans another route first.
+        assert len(event_log.of(Stage.REPAIRING)) <= 1
         assert command.process.wait(PATIENCE_S) == NotCovered.exit_code
     last_line = command.errors.splitlines()[-1]
     assert last_line.startswith("error: ")
@@ -314,8 +323,8 @@ def test_without_a_spare_the_uncovered_layers_are_named_and_the_text_so_far_is_k
     assert texts[1].startswith(texts[0])
 
 
-class _Command:
-    """`swarm ...` while it runs; a context that ends it."""
+class RunningCommand:
+    """A `swarm` command that runs; leaving the context kills it."""
 
     def __init__(self, *words: str, folder: Path) -> None:
         self._output, self._errors = folder / "stdout", folder / "stderr"

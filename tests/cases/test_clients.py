@@ -1,4 +1,4 @@
-"""Case 5: clients end around the last token, a hundred times: no peer suffers, and everything is given back."""
+"""A hundred clients end around the last token: no peer fails, and all resources are released."""
 
 from __future__ import annotations
 
@@ -16,105 +16,105 @@ from client import GenerationConfig, SwarmClient
 from swarm.app.local_swarm import LocalSwarm
 from swarm.discovery.records import PeerRecord
 from swarm.errors import LocalProtocolError
-from tests.cases.observer import assert_well, digest_of, eventually, nothing_is_reserved, records_at
-from tests.cases.rawclient import RawRoute
+from tests.cases.observer import assert_healthy, digest_of, eventually, nothing_is_reserved, records_at
+from tests.cases.raw_client import RawRoute
 from tests.conftest import GreedyReference
 from tests.harness import PATIENCE_S, ROOT, run_swarm, swarm_command, wait_until
 
-PROMPT = "Bees are"  # a short one: what matters is how it ends
+PROMPT = "Bees are"  # Short: these tests are about the end.
 TOKENS = 6
-AT_ONCE = 8
+CONCURRENT_CLIENTS = 8
 ANSWER = GenerationConfig(max_new_tokens=TOKENS, ignore_eos=True)
 
 Ending = Callable[[SwarmClient, random.Random], Awaitable[list[int]]]
 RawEnding = Callable[[RawRoute, random.Random], Awaitable[None]]
 
 
-def near_the_end(chance: random.Random) -> tuple[int, float]:
-    """How many tokens to wait for, and how many seconds more: a few steps take about as long."""
-    return chance.randint(TOKENS - 2, TOKENS), chance.uniform(0.0, 0.08)
+def near_the_end(rng: random.Random) -> tuple[int, float]:
+    """The tokens to wait for, and more seconds to wait: about as long as a few steps."""
+    return rng.randint(TOKENS - 2, TOKENS), rng.uniform(0.0, 0.08)
 
 
-async def _take(client: SwarmClient, into: list[int], most: int = TOKENS) -> None:
+async def _take(client: SwarmClient, received: list[int], limit: int = TOKENS) -> None:
     async with aclosing(client.generate(PROMPT, ANSWER, raw=True)) as pieces:
         async for piece in pieces:
-            into.extend(piece.token_ids)
-            if len(into) >= most:
+            received.extend(piece.token_ids)
+            if len(received) >= limit:
                 return
 
 
-async def leaves_the_loop_early(client: SwarmClient, chance: random.Random) -> list[int]:
-    got: list[int] = []
-    await _take(client, got, near_the_end(chance)[0])
-    return got
+async def leaves_the_loop_early(client: SwarmClient, rng: random.Random) -> list[int]:
+    received: list[int] = []
+    await _take(client, received, near_the_end(rng)[0])
+    return received
 
 
-async def closes_twice(client: SwarmClient, chance: random.Random) -> list[int]:
-    got: list[int] = []
+async def closes_twice(client: SwarmClient, rng: random.Random) -> list[int]:
+    received: list[int] = []
     pieces = client.generate(PROMPT, ANSWER, raw=True)
-    while len(got) < near_the_end(chance)[0]:
-        got.extend((await anext(pieces)).token_ids)
+    while len(received) < near_the_end(rng)[0]:
+        received.extend((await anext(pieces)).token_ids)
     await pieces.aclose()
     await pieces.aclose()
-    return got
+    return received
 
 
-async def is_cancelled(client: SwarmClient, chance: random.Random) -> list[int]:
-    got: list[int] = []
-    task = asyncio.create_task(_take(client, got))
-    await _near_the_end(got, task, chance)
+async def is_cancelled(client: SwarmClient, rng: random.Random) -> list[int]:
+    received: list[int] = []
+    task = asyncio.create_task(_take(client, received))
+    await _near_the_end(received, task, rng)
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
-    return got
+    return received
 
 
-async def is_closed_while_it_answers(client: SwarmClient, chance: random.Random) -> list[int]:
-    got: list[int] = []
-    task = asyncio.create_task(_take(client, got))
-    await _near_the_end(got, task, chance)
+async def is_closed_while_it_answers(client: SwarmClient, rng: random.Random) -> list[int]:
+    received: list[int] = []
+    task = asyncio.create_task(_take(client, received))
+    await _near_the_end(received, task, rng)
     await asyncio.gather(client.close(), client.close())
     await client.close()
     with suppress(LocalProtocolError):
         await task
-    return got
+    return received
 
 
-async def _near_the_end(got: Sequence[int], task: asyncio.Task[None], chance: random.Random) -> None:
-    tokens, seconds = near_the_end(chance)
-    while len(got) < tokens and not task.done():  # noqa: ASYNC110 - a list has no event
+async def _near_the_end(received: Sequence[int], task: asyncio.Task[None], rng: random.Random) -> None:
+    tokens, seconds = near_the_end(rng)
+    while len(received) < tokens and not task.done():  # noqa: ASYNC110 - a list has no event
         await asyncio.sleep(0.002)
     await asyncio.sleep(seconds)
 
 
-async def is_cut(route: RawRoute, chance: random.Random) -> None:
-    await route.advance(near_the_end(chance)[0])
+async def aborts(route: RawRoute, rng: random.Random) -> None:
+    await route.advance(near_the_end(rng)[0])
     route.send()
-    await asyncio.sleep(near_the_end(chance)[1])
-    route.cut()
+    await asyncio.sleep(near_the_end(rng)[1])
+    route.abort()
 
 
-async def is_cut_at_one_hop(route: RawRoute, chance: random.Random) -> None:
-    await route.advance(near_the_end(chance)[0])
+async def aborts_at_one_hop(route: RawRoute, rng: random.Random) -> None:
+    await route.advance(near_the_end(rng)[0])
     route.send()
-    chance.choice(route.hops).cut()
+    rng.choice(route.hops).abort()
 
 
-async def closes_twice_with_a_step_under_way(route: RawRoute, chance: random.Random) -> None:
-    await route.advance(near_the_end(chance)[0])
+async def closes_twice_with_a_step_under_way(route: RawRoute, rng: random.Random) -> None:
+    await route.advance(near_the_end(rng)[0])
     route.send()
-    await asyncio.sleep(near_the_end(chance)[1])
+    await asyncio.sleep(near_the_end(rng)[1])
     await route.close_session()
     await route.close_session()
 
 
 ENDINGS: Sequence[Ending] = (leaves_the_loop_early, closes_twice, is_cancelled, is_closed_while_it_answers)
-RAW_ENDINGS: Sequence[RawEnding] = (is_cut, is_cut_at_one_hop, closes_twice_with_a_step_under_way)
+RAW_ENDINGS: Sequence[RawEnding] = (aborts, aborts_at_one_hop, closes_twice_with_a_step_under_way)
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGINT)
 LIBRARY, RAW = 49, 48
 
 
-def test_a_hundred_clients_that_end_around_the_last_token_leave_nothing_behind(
+def test_a_hundred_clients_that_end_around_the_last_token_release_all_resources(
     standing_swarm: LocalSwarm, smollm2_tokenizer: Any, greedy_reference: GreedyReference
 ) -> None:
     prompt = smollm2_tokenizer.encode(PROMPT).input_ids.data[0].tolist()
@@ -122,11 +122,11 @@ def test_a_hundred_clients_that_end_around_the_last_token_leave_nothing_behind(
     digest = digest_of(standing_swarm)
     first = standing_swarm.members[0]
     records = sorted(records_at(first, digest).values(), key=lambda record: record.span)
-    chance = random.Random(5)
-    end_commands(standing_swarm, chance)
-    asyncio.run(end_in_all_ways(standing_swarm, records, prompt, expected, chance))
-    assert_well(standing_swarm)
-    wait_until(lambda: all(map(is_free, records_at(first, digest).values())), "the records say that all is free")
+    rng = random.Random(5)
+    end_commands(standing_swarm, rng)
+    asyncio.run(end_clients_in_all_ways(standing_swarm, records, prompt, expected, rng))
+    assert_healthy(standing_swarm)
+    wait_until(lambda: all(map(is_free, records_at(first, digest).values())), "the records report free peers")
     done = run_swarm("routes", digest, "--initial-peer", first.address, "--json")
     assert done.returncode == 0, done.stderr
     peers = json.loads(done.stdout)["peers"]
@@ -134,45 +134,45 @@ def test_a_hundred_clients_that_end_around_the_last_token_leave_nothing_behind(
     assert asyncio.run(answer_of_a_new_client(standing_swarm)) == expected[:TOKENS]
 
 
-async def end_in_all_ways(
+async def end_clients_in_all_ways(
     swarm: LocalSwarm,
     records: Sequence[PeerRecord],
     prompt: Sequence[int],
     expected: Sequence[int],
-    chance: random.Random,
+    rng: random.Random,
 ) -> None:
-    gate = asyncio.Semaphore(AT_ONCE)
+    limit = asyncio.Semaphore(CONCURRENT_CLIENTS)
 
     def new_client() -> Awaitable[SwarmClient]:
         return SwarmClient.connect(digest_of(swarm), initial_peers=swarm.addresses)
 
-    async def library(shared: SwarmClient, ending: Ending, own: random.Random) -> None:
-        async with gate, contextlib.AsyncExitStack() as stack:
+    async def library(shared: SwarmClient, ending: Ending, client_rng: random.Random) -> None:
+        async with limit, contextlib.AsyncExitStack() as stack:
             closes = ending is is_closed_while_it_answers
             client = await stack.enter_async_context(await new_client()) if closes else shared
-            got = await ending(client, own)
-            assert got == list(expected[: len(got)]), ending.__name__
+            received = await ending(client, client_rng)
+            assert received == list(expected[: len(received)]), ending.__name__
 
-    async def raw(ending: RawEnding, own: random.Random) -> None:
-        async with gate, RawRoute.open(records, prompt) as route:
-            await ending(route, own)
-            made = route.known[len(prompt) :]
-            assert made == list(expected[: len(made)]), ending.__name__
+    async def raw(ending: RawEnding, client_rng: random.Random) -> None:
+        async with limit, RawRoute.open(records, prompt) as route:
+            await ending(route, client_rng)
+            generated = route.known[len(prompt) :]
+            assert generated == list(expected[: len(generated)]), ending.__name__
 
     async with await new_client() as shared:
         async with asyncio.TaskGroup() as group:
             for number in range(LIBRARY):
                 ending = ENDINGS[number % len(ENDINGS)]
-                group.create_task(library(shared, ending, random.Random(chance.random())))
+                group.create_task(library(shared, ending, random.Random(rng.random())))
             for number in range(RAW):
                 raw_ending = RAW_ENDINGS[number % len(RAW_ENDINGS)]
-                group.create_task(raw(raw_ending, random.Random(chance.random())))
-        # while this client lives: its sessions have to be closed, not just its connections
-        await eventually(lambda: nothing_is_reserved(*records), "no session holds any room")
+                group.create_task(raw(raw_ending, random.Random(rng.random())))
+        # Checked while this client is connected: closed sessions must be released without a closed connection.
+        await eventually(lambda: nothing_is_reserved(*records), "no session reserves KV cache")
 
 
-def end_commands(swarm: LocalSwarm, chance: random.Random) -> None:
-    """SIGKILL, or Ctrl-C, for `swarm generate` when its text is as good as complete."""
+def end_commands(swarm: LocalSwarm, rng: random.Random) -> None:
+    """End `swarm generate` by SIGKILL or Ctrl-C when its text is nearly complete."""
     command = swarm_command("generate", digest_of(swarm), PROMPT, "--raw", "--max-new-tokens", str(TOKENS))
     command += ["--initial-peer", swarm.addresses[0]]
     with contextlib.ExitStack() as stack:
@@ -186,12 +186,12 @@ def end_commands(swarm: LocalSwarm, chance: random.Random) -> None:
         ]
         for run, number in zip(runs, SIGNALS, strict=True):
             assert run.stdout is not None
-            run.stdout.read(chance.randint(5, 15))
+            run.stdout.read(rng.randint(5, 15))
             run.send_signal(number)
         for run, number in zip(runs, SIGNALS, strict=True):
-            _, said = run.communicate(timeout=PATIENCE_S)
-            assert b"Traceback" not in said
-            # it may have come to its end just before
+            _, stderr = run.communicate(timeout=PATIENCE_S)
+            assert b"Traceback" not in stderr
+            # The command may have ended before the signal.
             assert run.returncode in ((0, 130) if number is signal.SIGINT else (0, -signal.SIGKILL))
 
 
@@ -201,6 +201,6 @@ def is_free(record: PeerRecord) -> bool:
 
 async def answer_of_a_new_client(swarm: LocalSwarm) -> list[int]:
     async with await SwarmClient.connect(digest_of(swarm), initial_peers=swarm.addresses) as client:
-        got: list[int] = []
-        await _take(client, got)
-        return got
+        received: list[int] = []
+        await _take(client, received)
+        return received

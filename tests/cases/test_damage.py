@@ -1,4 +1,4 @@
-"""Case 4: a peer whose weights are missing or damaged, then a good one on the same span."""
+"""Peers with missing or damaged weights, then an intact peer on the same span."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from typing import Any
 
 from swarm.app.local_swarm import LocalSwarm, Member
 from swarm.model.manifest import MANIFEST, load_manifest
-from tests.cases.conftest import ChatIds
-from tests.cases.observer import records_at, wait_for_end
-from tests.conftest import GreedyReference
+from tests.cases.observer import records_at, wait_for_exit
+from tests.conftest import ChatIds, GreedyReference
 from tests.harness import local_swarm, run_swarm
 
 PROMPT = "Name three things that bees do."
 TOKENS = 16
-GIVEN, WANTED = "0:22", "22:30"
+SOURCE_SPAN, TARGET_SPAN = "0:22", "22:30"
 
 
 def copy_of(package: Path, folder: Path) -> Path:
-    """Links to its files: replace one, never write into it."""
+    """A copy of `package` with links to its files: replace a file, never write into it."""
     shutil.copytree(package, folder, copy_function=os.symlink)
     return folder
 
 
 def damage(file: Path) -> None:
-    """One bit, the size stays."""
+    """Flip one bit of the file; its size stays."""
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 1
     file.unlink()
@@ -39,59 +38,67 @@ def names_of(member: Member, digest: str) -> set[str]:
     return set(records_at(member, digest))
 
 
-def test_bad_files_are_named_and_never_served_and_a_good_peer_takes_the_span(
+def test_damaged_files_are_named_and_never_served_and_an_intact_peer_serves_the_span(
     smollm2_package: Path, chat_ids: ChatIds, greedy_reference: GreedyReference, tmp_path: Path
 ) -> None:
     manifest = load_manifest(smollm2_package)
-    giving = copy_of(smollm2_package, tmp_path / "giving")
-    flipped, gone, torn = (copy_of(smollm2_package, tmp_path / name) for name in ("flipped", "gone", "torn"))
+    source_package = copy_of(smollm2_package, tmp_path / "giving")
+    flipped, missing, torn = (copy_of(smollm2_package, tmp_path / name) for name in ("flipped", "gone", "torn"))
     (torn / MANIFEST).unlink()
     (torn / MANIFEST).write_text("{")
     damage(flipped / "layer_024.bin")
-    (gone / "layer_022.bin").unlink()
+    (missing / "layer_022.bin").unlink()
     cache = tmp_path / "cache"
-    with local_swarm(tmp_path / "swarm", giving, [GIVEN]) as swarm:
-        (giver,) = swarm.members
-        damage(giving / "layer_028.bin")  # it goes on to serve its own layers well, and to give this file away
+    with local_swarm(tmp_path / "swarm", source_package, [SOURCE_SPAN]) as swarm:
+        (source,) = swarm.members
+        damage(source_package / "layer_028.bin")  # The source serves its own layers unharmed and shares this file.
 
-        def bad(package: Path | str, name: str, span: str = WANTED, *options: str) -> Member:
-            return swarm.join(package, span, name=name, initial=[giver.address], options=options)
+        def join(package: Path | str, name: str, span: str = TARGET_SPAN, *options: str) -> Member:
+            return swarm.join(package, span, name=name, initial=[source.address], options=options)
 
         expected = [
-            (bad(flipped, "flipped"), 4, f"{flipped / 'layer_024.bin'} is damaged"),
-            (bad(torn, "torn"), 4, f"{torn / MANIFEST} is no manifest of use"),
-            (bad(gone, "gone", "auto", "--max-memory", "1GB"), 4, f"{gone / 'layer_022.bin'} cannot be read"),
-            # what is wrong there is what the peer gave it
-            (bad(manifest.name, "fetcher", WANTED, "--cache-dir", str(cache)), 7, "wrong bytes for layer_028.bin"),
+            (join(flipped, "flipped"), 4, f"{flipped / 'layer_024.bin'} is damaged"),
+            (join(torn, "torn"), 4, f"{torn / MANIFEST} is no manifest of use"),
+            (
+                join(missing, "gone", "auto", "--max-memory", "1GB"),
+                4,
+                f"{missing / 'layer_022.bin'} cannot be read",
+            ),
+            # This peer fetches the damaged file from the source.
+            (
+                join(manifest.name, "fetcher", TARGET_SPAN, "--cache-dir", str(cache)),
+                7,
+                "wrong bytes for layer_028.bin",
+            ),
         ]
         for member, code, text in expected:
-            assert wait_for_end(member) == code, member.log_tail()
+            assert wait_for_exit(member) == code, member.log_tail()
             *_, last = member.log.read_text().splitlines()
             assert last.startswith("error: "), member.log_tail()
             assert text in last
             assert member.event("announced") is None
-        assert names_of(giver, manifest.digest) == {giver.name}
+        assert names_of(source, manifest.digest) == {source.name}
 
-        good = swarm.join(smollm2_package, WANTED, name="good", initial=[giver.address])
+        good = swarm.join(smollm2_package, TARGET_SPAN, name="good", initial=[source.address])
         swarm.wait([good])
-        assert names_of(giver, manifest.digest) == {giver.name, "good"}
-        said = generate(swarm, manifest.digest)
-        assert said["token_ids"] == greedy_reference(chat_ids(PROMPT), TOKENS)
-        assert [hop["name"] for hop in said["hops"]] == [giver.name, "good"]
+        assert names_of(source, manifest.digest) == {source.name, "good"}
+        output = generate(swarm, manifest.digest)
+        assert output["token_ids"] == greedy_reference(chat_ids(PROMPT), TOKENS)
+        assert [hop["name"] for hop in output["hops"]] == [source.name, "good"]
 
-        # with a good source beside the bad one the fetch goes on where it was broken off
-        kept = {path: path.stat().st_mtime_ns for path in cache.rglob("layer_*.bin")}
-        assert kept
-        (next(iter(kept)).parent / MANIFEST).write_bytes(b"")  # as a machine that lost its power leaves it
+        # With an intact source beside the damaged one the fetch continues where it stopped.
+        before = {path: path.stat().st_mtime_ns for path in cache.rglob("layer_*.bin")}
+        assert before
+        (next(iter(before)).parent / MANIFEST).write_bytes(b"")  # As after a power failure.
         again = swarm.join(
-            manifest.name, WANTED, name="again", initial=[giver.address], options=["--cache-dir", str(cache)]
+            manifest.name, TARGET_SPAN, name="again", initial=[source.address], options=["--cache-dir", str(cache)]
         )
         swarm.wait([again])
-        assert {path: path.stat().st_mtime_ns for path in kept} == kept
+        assert {path: path.stat().st_mtime_ns for path in before} == before
         for entry in manifest.files([f"layer_{layer:03d}" for layer in range(22, 30)]):
             (path,) = cache.rglob(entry.path)
             assert hashlib.sha256(path.read_bytes()).hexdigest() == entry.sha256
-        assert names_of(giver, manifest.digest) == {giver.name, "good", "again"}
+        assert names_of(source, manifest.digest) == {source.name, "good", "again"}
 
 
 def generate(swarm: LocalSwarm, digest: str) -> dict[str, Any]:
@@ -100,5 +107,5 @@ def generate(swarm: LocalSwarm, digest: str) -> dict[str, Any]:
         *("--initial-peer", swarm.members[0].address),
     )
     assert done.returncode == 0, done.stderr
-    said: dict[str, Any] = json.loads(done.stdout)
-    return said
+    output: dict[str, Any] = json.loads(done.stdout)
+    return output

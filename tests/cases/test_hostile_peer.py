@@ -1,4 +1,4 @@
-"""Case 10: nonsense for a real peer while somebody's session runs there: that one goes on, memory does not grow."""
+"""Hostile input to a real peer while a session runs there: the session continues, and memory does not grow."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from swarm.discovery.records import PeerRecord
 from swarm.transport.address import Address
 from swarm.wire.messages import Forward
 from swarm.wire.queries import Ping
-from tests.cases.conftest import ChatIds
-from tests.cases.observer import assert_well, digest_of, eventually, nothing_is_reserved, records_at
-from tests.conftest import GreedyReference
+from tests.cases.observer import assert_healthy, digest_of, eventually, nothing_is_reserved, records_at
+from tests.conftest import ChatIds, GreedyReference
 from tests.harness import PATIENCE_S
 from tests.peer.serving.test_hostile import NONSENSE, Socket, frame, frame_of
 from tests.peer.toy_swarm import SECRET, client_hello
@@ -35,12 +34,12 @@ TOKENS = 24
 HIDDEN = 576
 MAX_GROWTH = 32 << 20
 MAX_AT_ONCE = 256 << 20
-"""A peer takes 512 connections, those included that have not greeted; TLS takes 0.3 MB for each."""
+"""A peer takes 512 connections, including those before the greeting; TLS takes 0.3 MB for each."""
 HALF_OPEN = 1000
 
 
-class Victim:
-    """The peer in the middle: it hears the peer before it, and whoever else finds its port."""
+class Target:
+    """The peer in the middle of the route, which any caller can reach too."""
 
     def __init__(self, swarm: LocalSwarm) -> None:
         member = swarm.members[1]
@@ -50,28 +49,28 @@ class Victim:
 
     @property
     def resident(self) -> int:
-        """Bytes."""
+        """Resident memory in bytes."""
         size: int = self._process.memory_info().rss
         return size
 
     @contextlib.asynccontextmanager
-    async def stranger(self, *, greets: bool) -> AsyncIterator[Socket]:
+    async def raw_connection(self, *, send_hello: bool) -> AsyncIterator[Socket]:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
         reader, writer = await asyncio.open_connection(self.address.host, self.address.port, ssl=context)
         try:
-            guest = Socket(reader, writer)
-            if greets:
-                await guest.greet()
-            yield guest
+            raw = Socket(reader, writer)
+            if send_hello:
+                await raw.greet()
+            yield raw
         finally:
             writer.transport.abort()
 
 
 @pytest.fixture
-def victim(standing_swarm: LocalSwarm) -> Victim:
-    return Victim(standing_swarm)
+def target(standing_swarm: LocalSwarm) -> Target:
+    return Target(standing_swarm)
 
 
 @pytest.fixture
@@ -80,19 +79,19 @@ def expected(chat_ids: ChatIds, greedy_reference: GreedyReference) -> list[int]:
 
 
 @contextlib.asynccontextmanager
-async def somebody_writes(swarm: LocalSwarm, expected: Sequence[int]) -> AsyncIterator[None]:
-    """Meanwhile a client writes the same text again and again, exactly and without a repair."""
-    over = asyncio.Event()
+async def client_generates(swarm: LocalSwarm, expected: Sequence[int]) -> AsyncIterator[None]:
+    """In the background, a client generates the same text repeatedly; each must be exact and without a repair."""
+    finished = asyncio.Event()
 
     async def write(client: SwarmClient) -> None:
         while True:
-            last_round = over.is_set()
-            got: list[int] = []
+            last_round = finished.is_set()
+            received: list[int] = []
             async for piece in client.generate(PROMPT, GenerationConfig(max_new_tokens=TOKENS, ignore_eos=True)):
-                got.extend(piece.token_ids)
+                received.extend(piece.token_ids)
                 if piece.metrics is not None:
                     assert piece.metrics.repairs == 0
-            assert got == list(expected)
+            assert received == list(expected)
             if last_round:
                 return
 
@@ -103,24 +102,24 @@ async def somebody_writes(swarm: LocalSwarm, expected: Sequence[int]) -> AsyncIt
     ):
         group.create_task(write(client))
         yield
-        over.set()
+        finished.set()
 
 
-async def send_nonsense(victim: Victim) -> None:
-    """Everything that is no message, from one who has greeted and from one who has not."""
+async def send_invalid_messages(target: Target) -> None:
+    """Send each invalid message, before and after the greeting."""
     for name, nonsense in NONSENSE.items():
-        for greets in (False, True):
-            if name == "a second greeting" and not greets:
+        for send_hello in (False, True):
+            if name == "a second greeting" and not send_hello:
                 continue
-            async with victim.stranger(greets=greets) as guest:
-                await guest.send(nonsense())
-                words = await guest.last_words()
-                assert (words.get("kind"), words.get("code")) == ("failure", "remote_protocol"), (name, greets)
+            async with target.raw_connection(send_hello=send_hello) as raw:
+                await raw.send(nonsense())
+                failure = await raw.last_words()
+                assert (failure.get("kind"), failure.get("code")) == ("failure", "remote_protocol"), (name, send_hello)
 
 
-async def send_no_tls(victim: Victim) -> None:
+async def send_no_tls(target: Target) -> None:
     for data in (b"GET / HTTP/1.1\r\n\r\n", random.Random(2).randbytes(5000), b""):
-        reader, writer = await asyncio.open_connection(victim.address.host, victim.address.port)
+        reader, writer = await asyncio.open_connection(target.address.host, target.address.port)
         writer.write(data)
         writer.write_eof()
         async with asyncio.timeout(PATIENCE_S):
@@ -133,7 +132,7 @@ def message(kind: str, **fields: Any) -> bytes:
 
 
 def step(session: str, *, start: int = 0, width: int = HIDDEN, token: int = 1, value: float = 0.01) -> bytes:
-    """A step of two tokens."""
+    """A frame with a step of two tokens."""
     return frame_of(
         Forward(
             session=session,
@@ -147,15 +146,15 @@ def step(session: str, *, start: int = 0, width: int = HIDDEN, token: int = 1, v
     )
 
 
-async def send_wrong_steps(victim: Victim) -> None:
-    """Well-formed and wrong: each gets its Failure, and the connection and its session go on."""
-    session, span = secrets.token_hex(8), victim.record.span
+async def send_wrong_steps(target: Target) -> None:
+    """Send well-formed but wrong messages: each gets a Failure, and the connection and its session continue."""
+    session, span = secrets.token_hex(8), target.record.span
     opening = {"session": session, "epoch": 0, "secret": SECRET, "first": span.first, "last": span.last}
-    async with victim.stranger(greets=True) as guest:
-        await guest.send(message("open", request=1, **opening, max_tokens=16))
-        assert (await guest.frame())[0]["kind"] == "opened"
+    async with target.raw_connection(send_hello=True) as raw:
+        await raw.send(message("open", request=1, **opening, max_tokens=16))
+        assert (await raw.frame())[0]["kind"] == "opened"
         for data, code in (
-            (step("a-session-of-nobody"), "unknown_session"),
+            (step("an-unknown-session"), "unknown_session"),
             (message("attach", request=2, session=session, epoch=0, secret=b"?" * 16), "unknown_session"),
             (message("open", request=3, **opening | {"session": "other-one"}, max_tokens=1 << 60), "context_exceeded"),
             (
@@ -172,103 +171,103 @@ async def send_wrong_steps(victim: Victim) -> None:
             (step(session, value=float("nan")), "bad_step"),
             (step(session, value=float("inf")), "bad_step"),
         ):
-            await guest.send(data)
-            header, _ = await guest.frame()
+            await raw.send(data)
+            header, _ = await raw.frame()
             assert (header["kind"], header.get("code")) == ("failure", code), header
         for start in range(0, 16, 2):
-            await guest.send(step(session, start=start))
-            header, _ = await guest.frame()
+            await raw.send(step(session, start=start))
+            header, _ = await raw.frame()
             assert (header["kind"], header["hidden"]) == ("output", [2, HIDDEN])
-        await guest.send(step(session, start=16))  # beyond the cache
-        header, _ = await guest.frame()
+        await raw.send(step(session, start=16))  # Beyond the KV cache.
+        header, _ = await raw.frame()
         assert (header["kind"], header["code"]) == ("failure", "context_exceeded")
 
 
-def test_nonsense_and_wrong_steps_touch_nobody_else(
-    standing_swarm: LocalSwarm, victim: Victim, expected: list[int]
+def test_invalid_messages_and_wrong_steps_affect_no_other_session(
+    standing_swarm: LocalSwarm, target: Target, expected: list[int]
 ) -> None:
     async def attack() -> None:
-        await send_nonsense(victim)
-        await send_no_tls(victim)
-        await send_wrong_steps(victim)
+        await send_invalid_messages(target)
+        await send_no_tls(target)
+        await send_wrong_steps(target)
 
     async def main() -> None:
-        async with somebody_writes(standing_swarm, expected):
+        async with client_generates(standing_swarm, expected):
             await attack()
-            before = victim.resident
+            before = target.resident
             for _ in range(5):
                 await attack()
-            assert victim.resident - before < MAX_GROWTH
-        await eventually(lambda: nothing_is_reserved(victim.record), "no session holds any room")
+            assert target.resident - before < MAX_GROWTH
+        await eventually(lambda: nothing_is_reserved(target.record), "no session reserves KV cache")
 
     asyncio.run(main())
-    assert_well(standing_swarm)
+    assert_healthy(standing_swarm)
 
 
-def test_frames_that_are_announced_and_never_come_take_no_memory(
-    standing_swarm: LocalSwarm, victim: Victim, expected: list[int]
+def test_frames_that_are_never_completed_take_no_memory(
+    standing_swarm: LocalSwarm, target: Target, expected: list[int]
 ) -> None:
     whole = frame_of(Ping(request=1, payload=bytes(1000)))
 
     async def main() -> None:
-        before = victim.resident
-        async with contextlib.AsyncExitStack() as stack, somebody_writes(standing_swarm, expected):
+        before = target.resident
+        async with contextlib.AsyncExitStack() as stack, client_generates(standing_swarm, expected):
             for number in range(100):
-                guest = await stack.enter_async_context(victim.stranger(greets=True))
-                await guest.send(struct.pack(">II", 10, 60 << 20) + bytes(10 + number) if number % 2 else whole[:500])
-            async with victim.stranger(greets=True) as other:
+                raw = await stack.enter_async_context(target.raw_connection(send_hello=True))
+                await raw.send(struct.pack(">II", 10, 60 << 20) + bytes(10 + number) if number % 2 else whole[:500])
+            async with target.raw_connection(send_hello=True) as other:
                 await other.send(whole)
                 assert (await other.frame())[0]["kind"] == "pong"
-            assert victim.resident - before < MAX_GROWTH
+            assert target.resident - before < MAX_GROWTH
 
     asyncio.run(main())
-    assert_well(standing_swarm)
+    assert_healthy(standing_swarm)
 
 
-def test_a_crowd_of_half_open_connections_stops_no_session_and_goes_away(
-    standing_swarm: LocalSwarm, victim: Victim, expected: list[int]
+def test_many_half_open_connections_stop_no_session_and_are_closed(
+    standing_swarm: LocalSwarm, target: Target, expected: list[int]
 ) -> None:
     async def half_open() -> socket.socket | None:
         caller = socket.socket()
         caller.setblocking(False)
         try:
             async with asyncio.timeout(PATIENCE_S):
-                await asyncio.get_running_loop().sock_connect(caller, (victim.address.host, victim.address.port))
-            caller.send(b"\x16\x03\x01\x02\x00")  # a handshake of which no more will come
+                await asyncio.get_running_loop().sock_connect(caller, (target.address.host, target.address.port))
+            caller.send(b"\x16\x03\x01\x02\x00")  # The start of a TLS handshake that is never completed.
         except OSError:
             caller.close()
             return None
         return caller
 
     async def main() -> None:
-        with contextlib.ExitStack() as crowd:
+        with contextlib.ExitStack() as connections:
 
             async def grow() -> None:
                 callers = [caller for _ in range(HALF_OPEN) if (caller := await half_open()) is not None]
                 for caller in callers:
-                    crowd.enter_context(caller)
+                    connections.enter_context(caller)
                 assert len(callers) > HALF_OPEN / 2
 
-            before = victim.resident
-            async with somebody_writes(standing_swarm, expected):
+            before = target.resident
+            async with client_generates(standing_swarm, expected):
                 await grow()
-                # none of them is closed here: the peer gets rid of them, and hears who comes then
-                await eventually(lambda: answers(victim), "it takes new callers")
-                first = victim.resident
+                # The test closes none of them: the peer must close them and accept new callers.
+                await eventually(lambda: answers(target), "the peer accepts new callers")
+                first = target.resident
                 assert first - before < MAX_AT_ONCE
                 await grow()
-            assert victim.resident - first < MAX_GROWTH
+            assert target.resident - first < MAX_GROWTH
 
     asyncio.run(main())
-    assert_well(standing_swarm)
+    assert_healthy(standing_swarm)
 
 
-async def answers(victim: Victim) -> bool:
-    """Whether it takes one more caller; while it is crowded it says so, or nothing at all."""
+async def answers(target: Target) -> bool:
+    """Whether the peer accepts another caller; a full one answers `peer_busy` or nothing."""
     try:
-        async with victim.stranger(greets=False) as guest:
-            await guest.send(frame_of(client_hello()))
-            header, _ = await guest.frame()
+        async with target.raw_connection(send_hello=False) as raw:
+            await raw.send(frame_of(client_hello()))
+            header, _ = await raw.frame()
             assert header["kind"] == "hello" or header["code"] == "peer_busy", header
             return bool(header["kind"] == "hello")
     except (OSError, EOFError, ssl.SSLError):

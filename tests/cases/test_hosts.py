@@ -1,10 +1,10 @@
-"""Hosts of their own: files come by name from peers, a broken fetch goes on, and two peers that cannot meet.
+"""Peers on separate hosts: files are fetched by model name, a fetch resumes, and two peers cannot reach each other.
 
 ::
 
     anna 0:11 ──── ben 11:19
        │  \\        ╳            between ben and carla every packet is lost
-    dora   carla 19:30           dora asks
+    dora   carla 19:30           client
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import pytest
 from swarm.app.local_swarm import LocalSwarm, Member
 from swarm.model.manifest import TOKENIZER, Manifest, check_files, load_manifest
 from swarm.model.spans import LayerRange
-from tests.cases.conftest import ChatIds
-from tests.cases.observer import wait_for_end
-from tests.conftest import GreedyReference
+from tests.cases.observer import wait_for_exit
+from tests.conftest import ChatIds, GreedyReference
 from tests.harness import Hosts, run_swarm, wait_until
 
 MODEL = "smollm2-135m-instruct"
@@ -31,15 +30,15 @@ TOKENS = 24
 SPANS = {"anna": "0:11", "ben": "11:19", "carla": "19:30"}
 
 
-def part(hosts: Hosts, one: str, other: str) -> None:
-    """From now on neither reaches the other."""
+def drop_packets_between(hosts: Hosts, one: str, other: str) -> None:
+    """Drop all packets between two hosts."""
     for here, there in ((one, other), (other, one)):
         command = [*hosts.command(here), "ip", "route", "add", "blackhole", f"{hosts.addresses[there]}/32"]
         subprocess.run(command, check=True, capture_output=True)
 
 
-class Walk:
-    """Three volunteers and a client, each on a host of its own; only anna has the package."""
+class HostSwarm:
+    """Three peers and a client, each on its own host. Only anna has the package."""
 
     def __init__(self, hosts: Hosts, swarm: LocalSwarm, package: Path, folder: Path) -> None:
         self.package = package
@@ -65,55 +64,55 @@ class Walk:
         self._swarm.wait(members)
 
     def fetched(self, name: str) -> dict[Path, int]:
-        """Whole layers that are there, and when they were written."""
+        """The complete layer files of a peer, and when they were written."""
         return {path: path.stat().st_mtime_ns for path in self.cache_of(name).rglob("layer_*.bin")}
 
-    def on_dora(self, *words: str, initial: Member) -> dict[str, Any]:
-        done = run_swarm(*words, "--initial-peer", initial.address, "--json", prefix=self._hosts.command("dora"))
+    def run_on_dora(self, *arguments: str, initial: Member) -> dict[str, Any]:
+        done = run_swarm(*arguments, "--initial-peer", initial.address, "--json", prefix=self._hosts.command("dora"))
         assert done.returncode == 0, done.stderr
-        said: dict[str, Any] = json.loads(done.stdout)
-        return said
+        output: dict[str, Any] = json.loads(done.stdout)
+        return output
 
 
 @pytest.fixture
-def walk(smollm2_package: Path, tmp_path: Path) -> Iterator[Walk]:
+def host_swarm(smollm2_package: Path, tmp_path: Path) -> Iterator[HostSwarm]:
     with Hosts.open("anna", "ben", "carla", "dora") as hosts, LocalSwarm(tmp_path, options=["--threads", "1"]) as swarm:
-        part(hosts, "ben", "carla")
-        yield Walk(hosts, swarm, smollm2_package, tmp_path)
+        drop_packets_between(hosts, "ben", "carla")
+        yield HostSwarm(hosts, swarm, smollm2_package, tmp_path)
 
 
-def test_files_come_by_name_and_two_peers_that_cannot_meet_are_relayed_between(
-    walk: Walk, chat_ids: ChatIds, greedy_reference: GreedyReference
+def test_files_are_fetched_by_name_and_unreachable_neighbours_are_relayed(
+    host_swarm: HostSwarm, chat_ids: ChatIds, greedy_reference: GreedyReference
 ) -> None:
-    manifest = load_manifest(walk.package)
-    anna = walk.join("anna", walk.package)
-    walk.wait(anna)
+    manifest = load_manifest(host_swarm.package)
+    anna = host_swarm.join("anna", host_swarm.package)
+    host_swarm.wait(anna)
 
-    carla = walk.join("carla", MODEL, anna)
-    broken = walk.join("ben", MODEL, anna)
-    wait_until(lambda: walk.fetched("ben") or not broken.alive, "its first layer is there")
+    carla = host_swarm.join("carla", MODEL, anna)
+    broken = host_swarm.join("ben", MODEL, anna)
+    wait_until(lambda: host_swarm.fetched("ben") or not broken.alive, "its first layer is complete")
     broken.process.kill()
-    wait_for_end(broken)
-    kept = walk.fetched("ben")
-    ben = walk.join("ben", MODEL, anna)
-    walk.wait(ben, carla)
-    after = walk.fetched("ben")
-    assert {path: after[path] for path in kept} == kept  # what was there has not been fetched again
+    wait_for_exit(broken)
+    before = host_swarm.fetched("ben")
+    ben = host_swarm.join("ben", MODEL, anna)
+    host_swarm.wait(ben, carla)
+    after = host_swarm.fetched("ben")
+    assert {path: after[path] for path in before} == before  # Complete files are not fetched again.
     for name in ("ben", "carla"):
-        assert_only_its_files(walk.cache_of(name), manifest, LayerRange.parse(SPANS[name]))
+        assert_only_its_files(host_swarm.cache_of(name), manifest, LayerRange.parse(SPANS[name]))
 
-    (model,) = walk.on_dora("models", initial=carla)["models"]
+    (model,) = host_swarm.run_on_dora("models", initial=carla)["models"]
     assert (model["name"], model["layers_covered"], model["peers"]) == (MODEL, 30, 3)
-    said = walk.on_dora("generate", MODEL, PROMPT, "--max-new-tokens", str(TOKENS), initial=ben)
-    assert said["token_ids"] == greedy_reference(chat_ids(PROMPT), TOKENS)
-    assert said["route"] == "anna 0:11 → ben 11:19 ⇢ carla 19:30"
+    output = host_swarm.run_on_dora("generate", MODEL, PROMPT, "--max-new-tokens", str(TOKENS), initial=ben)
+    assert output["token_ids"] == greedy_reference(chat_ids(PROMPT), TOKENS)
+    assert output["route"] == "anna 0:11 → ben 11:19 ⇢ carla 19:30"
 
     def hops() -> list[tuple[str, str, bool]]:
-        route = walk.on_dora("routes", MODEL, initial=ben)["route"]
+        route = host_swarm.run_on_dora("routes", MODEL, initial=ben)["route"]
         return [(hop["name"], hop["span"], hop["relayed"]) for hop in route["hops"]]
 
     relayed = [("anna", "0:11", False), ("ben", "11:19", False), ("carla", "19:30", True)]
-    wait_until(lambda: hops() == relayed, "ben says that it does not reach carla, and the route shows it")
+    wait_until(lambda: hops() == relayed, "ben announces that it does not reach carla, and the route shows it")
 
 
 def assert_only_its_files(cache: Path, manifest: Manifest, span: LayerRange) -> None:

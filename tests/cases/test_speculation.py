@@ -1,4 +1,4 @@
-"""Drafts over real peers and a real model: faster or slower, never another text."""
+"""Drafts over real peers and a real model never change the text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 from client import GenerationConfig, SwarmClient
 from client.generation.generate import Reply, collect
 from swarm.app.local_swarm import LocalSwarm
-from tests.cases.conftest import ChatIds
-from tests.conftest import GreedyReference
+from tests.conftest import ChatIds, GreedyReference
 from tests.harness import run_swarm
 
 PROMPT = "Repeat five times: the bee sat on the tree."
@@ -22,9 +21,9 @@ SAMPLED = {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1, "seed":
 def test_no_draft_changes_a_greedy_or_a_sampled_text(
     standing_swarm: LocalSwarm, smollm2_package: Path, chat_ids: ChatIds, greedy_reference: GreedyReference
 ) -> None:
-    """Look-up and a model (the target itself: the longest windows), fixed and tuned, one and several under way."""
+    """Look-up and a draft model (the target itself: the longest windows), fixed and tuned, one or several in flight."""
     small = str(smollm2_package)
-    ways: dict[str, dict[str, Any]] = {
+    drafts: dict[str, dict[str, Any]] = {
         "none": {"draft": "off"},
         "auto": {},
         "look-up": {"draft": "ngram", "num_assistant_tokens": 5, "draft_windows": 3},
@@ -38,34 +37,34 @@ def test_no_draft_changes_a_greedy_or_a_sampled_text(
             await SwarmClient.connect(smollm2_package, initial_peers=standing_swarm.addresses) as client,
             client.session(max_tokens=200) as chat,
         ):
-            for way, options in ways.items():
+            for draft, options in drafts.items():
                 for sampled in (False, True):
-                    how = SAMPLED if sampled else {}
-                    config = GenerationConfig(max_new_tokens=TOKENS, ignore_eos=True, **how, **options)
+                    sampling = SAMPLED if sampled else {}
+                    config = GenerationConfig(max_new_tokens=TOKENS, ignore_eos=True, **sampling, **options)
                     chat.reset()
-                    replies[way, sampled] = await chat.send(PROMPT, config)
+                    replies[draft, sampled] = await chat.send(PROMPT, config)
         return replies
 
     replies = asyncio.run(write())
     assert list(replies["none", False].token_ids) == greedy_reference(chat_ids(PROMPT), TOKENS)
-    for (way, sampled), reply in replies.items():
-        assert reply.token_ids == replies["none", sampled].token_ids, (way, sampled)
-        guessing = reply.metrics.speculation
-        if way.startswith("model"):
-            assert guessing is not None
-            # it reads a new prompt on the side, however long that takes here; the second time it knows it
-            assert guessing.tokens_a_trip > 2 * sampled
-            # an equal model that draws with the same numbers is wrong at most where the text ends
-            assert guessing.accepted >= 0.8 * guessing.proposed
+    for (draft, sampled), reply in replies.items():
+        assert reply.token_ids == replies["none", sampled].token_ids, (draft, sampled)
+        speculation = reply.metrics.speculation
+        if draft.startswith("model"):
+            assert speculation is not None
+            # The draft model reads a new prompt concurrently; the second time it has it cached.
+            assert speculation.tokens_a_trip > 2 * sampled
+            # An equal model with the same random numbers is wrong only at the end of the text.
+            assert speculation.accepted >= 0.8 * speculation.proposed
 
 
-def test_all_logits_come_where_they_are_asked_for(standing_swarm: LocalSwarm, smollm2_package: Path) -> None:
-    async def ask(kind: str) -> Reply:
+def test_all_logits_are_returned_on_request(standing_swarm: LocalSwarm, smollm2_package: Path) -> None:
+    async def generate(kind: str) -> Reply:
         async with await SwarmClient.connect(smollm2_package, initial_peers=standing_swarm.addresses) as client:
             return await collect(client.generate(PROMPT, GenerationConfig(max_new_tokens=5, logits=kind)))
 
     for kind in ("f16", "f32"):
-        reply = asyncio.run(ask(kind))
+        reply = asyncio.run(generate(kind))
         assert len(reply.logprobs) == len(reply.token_ids)
         for choice, token in zip(reply.logprobs, reply.token_ids, strict=True):
             assert choice.logits is not None
@@ -73,14 +72,14 @@ def test_all_logits_come_where_they_are_asked_for(standing_swarm: LocalSwarm, sm
             assert int(choice.logits.argmax()) == token
 
 
-def test_a_command_says_how_guessing_went(standing_swarm: LocalSwarm, smollm2_package: Path) -> None:
-    words = ("--initial-peer", standing_swarm.addresses[0], "--max-new-tokens", "24")
+def test_the_command_reports_the_speculation(standing_swarm: LocalSwarm, smollm2_package: Path) -> None:
+    arguments = ("--initial-peer", standing_swarm.addresses[0], "--max-new-tokens", "24")
     drafting = ("--draft", "ngram", "--draft-tokens", "4")
-    done = run_swarm("generate", str(smollm2_package), PROMPT, *words, *drafting, "--json")
+    done = run_swarm("generate", str(smollm2_package), PROMPT, *arguments, *drafting, "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)["speculation"]
-    assert told["draft"] == "ngram"
-    assert told["proposed"] >= told["accepted"] >= 0
-    wrong = run_swarm("generate", str(smollm2_package), "x", *words, "--draft", "./nothing-here")
+    output = json.loads(done.stdout)["speculation"]
+    assert output["draft"] == "ngram"
+    assert output["proposed"] >= output["accepted"] >= 0
+    wrong = run_swarm("generate", str(smollm2_package), "x", *arguments, "--draft", "./nothing-here")
     assert wrong.returncode == 4
     assert "nothing-here" in wrong.stderr

@@ -1,4 +1,4 @@
-"""Peers of a module's own, by name, which come and go as its tests need; and what a client says meanwhile."""
+"""Peers of one test module, started and killed as its tests need them; and a log of a client's events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from client.events import Event, OnEvent, Stage, unheard
 from swarm.app.local_swarm import ANNOUNCED, LISTENING, LocalSwarm, Member
 
-_DUTY = """
+_THROTTLE_SCRIPT = """
 import os, signal, sys, time
 pid, share, period = int(sys.argv[1]), float(sys.argv[2]), 0.1
 signal.signal(signal.SIGTERM, lambda *_: sys.exit())
@@ -31,7 +31,7 @@ finally:
 
 @dataclass(frozen=True)
 class House:
-    """A peer that there should be: `name` serves `span` of the model in `package`."""
+    """The description of a peer: `name` serves `span` of the model in `package`."""
 
     name: str
     span: str
@@ -40,7 +40,7 @@ class House:
 
 
 class Town:
-    """A swarm whose members are who `populate` named last. Peers that stay are not started again."""
+    """A swarm of exactly the peers that the last `populate` named. Peers that it names again keep running."""
 
     def __init__(self, swarm: LocalSwarm) -> None:
         self._swarm = swarm
@@ -48,54 +48,54 @@ class Town:
 
     @property
     def addresses(self) -> list[str]:
-        """Of the peers that live and have said where."""
+        """The addresses of the peers that run and listen."""
         return [member.address for member in self._listening(self._members)]
 
     def __getitem__(self, name: str) -> Member:
-        return next(member for house, member in self._members.items() if house.name == name)
+        return next(member for spec, member in self._members.items() if spec.name == name)
 
-    def some(self, houses: Sequence[House], count: int) -> list[House]:
-        """`count` of them, those that are there first."""
-        return sorted(houses, key=lambda house: not self._lives(house))[:count]
+    def pick(self, specs: Sequence[House], count: int) -> list[House]:
+        """`count` of `specs`, peers that run first."""
+        return sorted(specs, key=lambda spec: not self._is_alive(spec))[:count]
 
-    def populate(self, *houses: House) -> None:
-        """Exactly these peers are there afterwards, and have announced. Those too many are killed."""
-        for house in list(self._members):
-            if house not in houses or not self._lives(house):
-                self._members.pop(house).kill()
-        for house in houses:
-            if house not in self._members:
+    def populate(self, *specs: House) -> None:
+        """Start missing peers, kill all others, and wait until these have announced."""
+        for spec in list(self._members):
+            if spec not in specs or not self._is_alive(spec):
+                self._members.pop(spec).kill()
+        for spec in specs:
+            if spec not in self._members:
                 first = not self._members
-                member = self.start(house)
+                member = self.start(spec)
                 if first:
                     self._swarm.wait([member], phase=LISTENING)
         self._swarm.wait(self._members.values())
 
-    def start(self, house: House, *, listen: str = "") -> Member:
-        """Start a peer, again where it was there before, and return at once."""
-        others = [other for other in self._members if other != house]
+    def start(self, spec: House, *, listen: str = "") -> Member:
+        """Start or restart a peer without waiting for it."""
+        others = [other for other in self._members if other != spec]
         initial = [member.address for member in self._listening(others)][:1]
         member = self._swarm.join(
-            house.package, house.span, initial=initial, options=house.options, name=house.name, listen=listen
+            spec.package, spec.span, initial=initial, options=spec.options, name=spec.name, listen=listen
         )
-        self._members[house] = member
+        self._members[spec] = member
         return member
 
-    def wait(self, house: House, phase: str = ANNOUNCED) -> None:
-        """Until it has reached `phase`."""
-        self._swarm.wait([self._members[house]], phase=phase)
+    def wait(self, spec: House, phase: str = ANNOUNCED) -> None:
+        """Wait until the peer has reached `phase`."""
+        self._swarm.wait([self._members[spec]], phase=phase)
 
-    def _listening(self, houses: Iterable[House]) -> list[Member]:
-        there = [self._members[house] for house in houses]
-        return [member for member in there if member.alive and member.event(LISTENING) is not None]
+    def _listening(self, specs: Iterable[House]) -> list[Member]:
+        members = [self._members[spec] for spec in specs]
+        return [member for member in members if member.alive and member.event(LISTENING) is not None]
 
-    def _lives(self, house: House) -> bool:
-        return house in self._members and self._members[house].alive
+    def _is_alive(self, spec: House) -> bool:
+        return spec in self._members and self._members[spec].alive
 
 
 @contextlib.contextmanager
 def town_in(folder: Path) -> Iterator[Town]:
-    """An empty one. Its peers compute with one thread each and are gone afterwards."""
+    """An empty set. Its peers use one thread each and are killed at the end."""
     options = ["--threads", "1", "--kv-tokens", "8192", "--grace", "1"]
     with LocalSwarm(folder, options=options) as swarm:
         yield Town(swarm)
@@ -103,7 +103,7 @@ def town_in(folder: Path) -> Iterator[Town]:
 
 @contextlib.contextmanager
 def stopped(member: Member) -> Iterator[None]:
-    """SIGSTOP now, SIGCONT in the end."""
+    """Stop the process with SIGSTOP; continue it at the end."""
     member.signal(signal.SIGSTOP)
     try:
         yield
@@ -113,44 +113,44 @@ def stopped(member: Member) -> Iterator[None]:
 
 @contextlib.contextmanager
 def slowed(member: Member, share: float) -> Iterator[None]:
-    """The peer runs for `share` of the time and is stopped for the rest, ten times a second."""
-    command = [sys.executable, "-c", _DUTY, str(member.process.pid), str(share)]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as brake:
+    """Let the peer run for only `share` of each tenth of a second."""
+    command = [sys.executable, "-c", _THROTTLE_SCRIPT, str(member.process.pid), str(share)]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as throttle:
         try:
             yield
-            assert brake.poll() is None, "nothing slowed the peer down"
+            assert throttle.poll() is None, "the throttle ended early"
         finally:
-            brake.terminate()
-            brake.wait()
+            throttle.terminate()
+            throttle.wait()
             member.signal(signal.SIGCONT)
 
 
-class Diary:
-    """Hears a client's events: `SwarmClient.connect(on_event=diary.hear)`."""
+class EventLog:
+    """Records a client's events: `SwarmClient.connect(on_event=event_log.on_event)`."""
 
-    def __init__(self, then: OnEvent = unheard) -> None:
-        """`then` hears each event too."""
+    def __init__(self, forward_to: OnEvent = unheard) -> None:
+        """`forward_to` gets each event too."""
         self.events: list[Event] = []
-        self.then = then
+        self.forward_to = forward_to
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         self.events.append(event)
-        self.then(event)
+        self.forward_to(event)
 
     def of(self, *stages: Stage) -> list[Event]:
         return [event for event in self.events if event.stage in stages]
 
     @property
     def routes(self) -> list[list[str]]:
-        """The names along each route that was opened, in order."""
-        return [names_on(event.text) for event in self.of(Stage.CONNECTED)]
+        """The names of the peers on each route that was opened."""
+        return [peer_names(event.text) for event in self.of(Stage.CONNECTED)]
 
 
-def names_on(route: str) -> list[str]:
-    """The peers' names in a route's text, such as `anna 0:15 → ben 15:30`."""
+def peer_names(route: str) -> list[str]:
+    """The names of the peers in a route's text, such as `anna 0:15 → ben 15:30`."""
     return route.replace("→", " ").replace("⇢", " ").split()[::2]
 
 
-def spans_on(route: str) -> list[str]:
+def peer_spans(route: str) -> list[str]:
     """The layers in a route's text."""
     return route.replace("→", " ").replace("⇢", " ").split()[1::2]

@@ -18,7 +18,7 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "six GB", "-1GB", "6GB!", "1e9"])
-def test_a_size_that_is_none_is_quoted(text: str) -> None:
+def test_a_malformed_size_is_quoted(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size; write it like 6GB"):
         parse_bytes(text)
 
@@ -38,7 +38,7 @@ def test_a_size_that_is_none_is_quoted(text: str) -> None:
         ("name", "x" * 65),
     ],
 )
-def test_a_senseless_setting_is_named(field: str, value: Any) -> None:
+def test_an_invalid_option_is_named(field: str, value: Any) -> None:
     settings: dict[str, Any] = {"package": "model", "cache_dir": Path("cache"), field: value}
     with pytest.raises(ConfigError, match=field.removesuffix("_s")):
         JoinConfig(**settings)
@@ -54,16 +54,19 @@ def test_a_senseless_setting_is_named(field: str, value: Any) -> None:
         ("static", "NPU.1", "static"),
     ],
 )
-def test_an_npu_gets_the_engine_that_it_can_run(engine: str, device: str, kind: str) -> None:
+def test_the_engine_follows_from_the_option_and_the_device(engine: str, device: str, kind: str) -> None:
     config = JoinConfig(package="model", cache_dir=Path("cache"), engine=engine, device=device)
     assert config.engine_kind == kind
 
 
-def test_a_disk_is_refused_where_nothing_would_go_there() -> None:
-    with pytest.raises(ConfigError, match="--kv-spill is for the paged engine, and this is the stateful one"):
+def test_kv_spill_is_refused_without_the_paged_engine() -> None:
+    with pytest.raises(
+        ConfigError,
+        match="--kv-spill needs the paged engine, and this peer runs the stateful one: leave out --kv-spill",
+    ):
         JoinConfig(package="model", cache_dir=Path("cache"), engine="stateful", kv_spill=Path("spill"))
 
 
-def test_what_an_npu_cannot_run_is_refused() -> None:
+def test_an_engine_that_an_npu_cannot_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="neither state nor dynamic shapes: use --engine static"):
         JoinConfig(package="model", cache_dir=Path("cache"), engine="stateful", device="NPU")

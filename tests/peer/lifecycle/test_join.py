@@ -1,29 +1,25 @@
-"""`swarm join` as real processes with the real model and a real DHT: from its start to its end."""
+"""`swarm join` as real processes with the real model and a real DHT, from start to shutdown."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
 import socket
-import time
 from pathlib import Path
 
 import pytest
 
 from swarm.app.local_swarm import LISTENING, LocalSwarm, Member
-from swarm.discovery.records import LEAVING, SERVING, PeerRecord
-from swarm.discovery.remote_directory import PeerDirectory, find_peers
+from swarm.discovery.records import LEAVING, SERVING
 from swarm.model.manifest import load_manifest
 from swarm.model.spans import LayerRange
-from swarm.transport.address import Address
-from tests.harness import family_of, listens, ports_of, run_swarm, still_running, wait_until
-from tests.peer.toy_swarm import client_hello
+from tests.cases.observer import records_at
+from tests.harness import family_of, is_listening, ports_of, run_swarm, still_running, wait_until
 
 FRONT, BACK = LayerRange(0, 15), LayerRange(15, 30)
-ENDED_S = 10.0
-"""Case 9: within this time neither port nor child is left."""
+MAX_SHUTDOWN_S = 10.0
+"""After this time no port and no child process is left."""
 
 
 @pytest.fixture(autouse=True)
@@ -31,33 +27,20 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-def records_at(member: Member, digest: str) -> dict[str, PeerRecord]:
-    """What `member` says of who serves the model, by name."""
-
-    async def ask() -> list[PeerRecord]:
-        directory = PeerDirectory([Address.parse(member.address)], hello=client_hello())
-        try:
-            return await find_peers(directory, digest, now=time.time())
-        finally:
-            await directory.close()
-
-    return {record.name: record for record in asyncio.run(ask())}
-
-
-def all_gone(members: list[Member], number: signal.Signals) -> None:
-    """Signal each; wait until the processes, their children and their ports are gone."""
+def assert_all_end(members: list[Member], number: signal.Signals) -> None:
+    """Signal each member; its process, its children and its ports must be gone in time."""
     families = [family_of(member) for member in members]
     ports = set().union(*map(ports_of, families))
     assert ports
     for member in members:
         member.signal(number)
     for member in members:
-        member.process.wait(timeout=ENDED_S)
-    wait_until(lambda: not any(map(still_running, families)), "no child is left", ENDED_S)
-    assert not [port for port in ports if listens(port)]
+        member.process.wait(timeout=MAX_SHUTDOWN_S)
+    wait_until(lambda: not any(map(still_running, families)), "no child is left", MAX_SHUTDOWN_S)
+    assert not [port for port in ports if is_listening(port)]
 
 
-def test_a_swarm_of_two_grows_by_name_and_shrinks_by_ctrl_c(smollm2_package: Path, tmp_path: Path) -> None:
+def test_a_peer_joins_by_model_name_and_another_leaves_by_ctrl_c(smollm2_package: Path, tmp_path: Path) -> None:
     manifest = load_manifest(smollm2_package)
     with LocalSwarm(tmp_path / "swarm", options=["--threads", "1", "--grace", "1"]) as swarm:
         first = swarm.join(smollm2_package, FRONT, name="first")
@@ -91,60 +74,60 @@ def test_a_swarm_of_two_grows_by_name_and_shrinks_by_ctrl_c(smollm2_package: Pat
         assert both["second"].layer_time_s > 0
         assert {record.state for record in both.values()} == {SERVING}
 
-        # a record that says "leaving" is up before the peer is gone
-        family, ports = family_of(first), ports_of(family_of(first))
+        # The record says "leaving" before the peer ends.
+        processes, ports = family_of(first), ports_of(family_of(first))
         first.signal(signal.SIGINT)
         state = wait_until(
             lambda: (r := records_at(second, manifest.digest).get("first")) is None or (r.state != SERVING and r.state),
-            "its record says that it leaves, or is gone",
-            ENDED_S,
+            "its record says that it leaves, or has expired",
+            MAX_SHUTDOWN_S,
         )
         assert state in (LEAVING, True)
-        assert first.process.wait(timeout=ENDED_S) == 0
-        wait_until(lambda: not still_running(family), "no child is left", ENDED_S)
-        assert not [port for port in ports if listens(port)]
+        assert first.process.wait(timeout=MAX_SHUTDOWN_S) == 0
+        wait_until(lambda: not still_running(processes), "no child is left", MAX_SHUTDOWN_S)
+        assert not [port for port in ports if is_listening(port)]
 
-        all_gone([second], signal.SIGKILL)
+        assert_all_end([second], signal.SIGKILL)
 
 
-def test_a_bootstrap_answers_before_there_is_a_model_and_ctrl_c_twice_ends_it(tmp_path: Path) -> None:
+def test_a_bootstrap_answers_queries_without_a_model_and_ctrl_c_twice_ends_it(tmp_path: Path) -> None:
     with LocalSwarm(tmp_path / "swarm") as swarm:
-        keeper = swarm.bootstrap()
+        bootstrap = swarm.bootstrap()
         swarm.wait()
-        assert records_at(keeper, "0" * 64) == {}
-        family = family_of(keeper)
-        keeper.signal(signal.SIGINT)
-        keeper.signal(signal.SIGINT)
-        keeper.process.wait(timeout=ENDED_S)
-        wait_until(lambda: not still_running(family), "no child is left", ENDED_S)
+        assert records_at(bootstrap, "0" * 64) == {}
+        processes = family_of(bootstrap)
+        bootstrap.signal(signal.SIGINT)
+        bootstrap.signal(signal.SIGINT)
+        bootstrap.process.wait(timeout=MAX_SHUTDOWN_S)
+        wait_until(lambda: not still_running(processes), "no child is left", MAX_SHUTDOWN_S)
 
 
-def test_ctrl_c_while_it_loads_leaves_nothing(smollm2_package: Path, tmp_path: Path) -> None:
+def test_ctrl_c_while_a_peer_loads_leaves_no_process(smollm2_package: Path, tmp_path: Path) -> None:
     with LocalSwarm(tmp_path / "swarm") as swarm:
         member = swarm.join(smollm2_package, FRONT)
         swarm.wait(phase="checked")
-        family = family_of(member)
+        processes = family_of(member)
         member.signal(signal.SIGINT)
-        assert member.process.wait(timeout=ENDED_S) == 130
-        wait_until(lambda: not still_running(family), "no child is left", ENDED_S)
+        assert member.process.wait(timeout=MAX_SHUTDOWN_S) == 130
+        wait_until(lambda: not still_running(processes), "no child is left", MAX_SHUTDOWN_S)
 
 
 def test_a_damaged_file_is_named_and_never_announced(smollm2_package: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(smollm2_package, damaged, copy_function=os.symlink)
-    victim = damaged / "layer_007.bin"
-    raw = bytearray(victim.read_bytes())
+    damaged_file = damaged / "layer_007.bin"
+    raw = bytearray(damaged_file.read_bytes())
     raw[1000] ^= 1
-    victim.unlink()
-    victim.write_bytes(raw)
+    damaged_file.unlink()
+    damaged_file.write_bytes(raw)
     done = run_swarm("join", str(damaged), "--layers", "0:15", "--listen", "127.0.0.1:0", "--json")
     assert done.returncode == 4
-    assert f"error: {victim} is damaged" in done.stderr.splitlines()[-1]
+    assert f"error: {damaged_file} is damaged" in done.stderr.splitlines()[-1]
     assert "announced" not in done.stdout
-    victim.unlink()
+    damaged_file.unlink()
     done = run_swarm("join", str(damaged), "--layers", "0:15", "--listen", "127.0.0.1:0", "--json")
     assert done.returncode == 4
-    assert f"error: {victim} cannot be read" in done.stderr.splitlines()[-1]
+    assert f"error: {damaged_file} cannot be read" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", " 10.0.0.1:5", "10.0.0.1:0", "/ip4/10.0.0.1/tcp/5", "x:y"])
@@ -155,7 +138,7 @@ def test_a_malformed_address_is_quoted_in_one_line(address: str) -> None:
     assert done.stderr.startswith(f"error: {address!r} is not an address: ")
 
 
-def test_initial_peers_that_are_down_are_tried_again_with_a_message() -> None:
+def test_initial_peers_that_are_down_are_retried_with_a_message() -> None:
     done = run_swarm(
         *("bootstrap", "--initial-peer", "127.0.0.1:1", "--listen", "127.0.0.1:0", "--wait", "1.2"), timeout=60
     )
@@ -165,9 +148,9 @@ def test_initial_peers_that_are_down_are_tried_again_with_a_message() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_port_that_is_taken_is_refused_at_once(smollm2_package: Path) -> None:
+def test_a_taken_port_is_refused_at_once(smollm2_package: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        place = f"127.0.0.1:{taken.getsockname()[1]}"
-        done = run_swarm("join", str(smollm2_package), "--listen", place)
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = run_swarm("join", str(smollm2_package), "--listen", address)
     assert done.returncode == 2
-    assert f"error: cannot listen on {place}" in done.stderr
+    assert f"error: cannot listen on {address}" in done.stderr

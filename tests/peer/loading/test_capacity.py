@@ -1,4 +1,4 @@
-"""What fits, and what the swarm needs most."""
+"""Which layers fit in memory, and which of them the swarm needs most."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peer.loading.capacity import (
-    choose_span,
-    kv_tokens_beside,
-    layers_filled,
-    layers_that_fit,
-    needed_bytes,
-    service_rates,
-    usual_kv_tokens,
-)
+from peer.loading.capacity import choose_span, service_rates, unserved_layers
 from swarm.errors import ConfigError
 from swarm.model.manifest import FileEntry, LayerSpec, Manifest, even_grid, layer_part
-from swarm.model.memory_footprint import EMPTY_PEER_BYTES, layer_bytes, step_bytes
+from swarm.model.memory_footprint import (
+    EMPTY_PEER_BYTES,
+    layer_bytes,
+    layers_that_fit,
+    needed_bytes,
+    step_bytes,
+    usual_kv_tokens,
+)
 from swarm.model.spans import LayerRange
 
 MB = 1_000_000
@@ -51,9 +50,9 @@ TOY = model()
 PLENTY = 10**12
 
 
-def choose(memory: int, *peers: str, max_layers: int | None = None) -> str:
+def choose(memory: int, *peers: str) -> str:
     served = service_rates([(LayerRange.parse(span), 1e-3) for span in peers], 30)
-    return str(choose_span(TOY, memory, served=served, kv="f32", kv_tokens=1024, max_layers=max_layers))
+    return str(choose_span(TOY, memory, served=served, kv="f32", kv_tokens=1024))
 
 
 def memory_for(span: str) -> int:
@@ -66,52 +65,38 @@ def test_the_first_peer_takes_the_whole_model_if_it_fits() -> None:
     assert choose(memory_for("0:30") - 1) != "0:30"
 
 
-def test_a_cap_on_layers_is_kept() -> None:
-    assert len(LayerRange.parse(choose(PLENTY, max_layers=10))) <= 10
-    with pytest.raises(ConfigError, match="shortest piece of toy has 3"):
-        choose(PLENTY, max_layers=2)
-
-
-def test_a_gap_is_filled_before_anything_is_doubled() -> None:
+def test_unserved_layers_are_chosen_before_served_ones() -> None:
     assert choose(PLENTY, "0:11", "19:30") == "11:19"
     assert choose(PLENTY, "0:22") == "22:30"
     assert choose(PLENTY, "8:30") == "0:8"
 
 
-def test_a_peer_too_small_for_a_gap_fills_as_much_as_it_holds() -> None:
+def test_a_peer_too_small_for_all_unserved_layers_serves_only_such_layers() -> None:
     chosen = LayerRange.parse(choose(memory_for("11:19"), "0:11"))
     assert chosen.first >= 11
     assert needed_bytes(TOY, chosen, kv="f32", kv_tokens=1024) <= memory_for("11:19")
 
 
-def test_where_all_is_covered_the_weakest_layers_are_helped() -> None:
+def test_if_all_layers_are_served_the_slowest_ones_are_chosen() -> None:
     assert choose(PLENTY, "0:15", "0:15", "15:30") == "15:30"
-    # one peer of 22 layers is slower at each than one of 8
+    # A peer of 22 layers serves each of them slower than a peer of 8.
     assert choose(memory_for("0:11"), "0:22", "22:30") in ("0:11", "11:22")
 
 
-def test_a_faster_peer_serves_its_layers_better() -> None:
+def test_a_faster_peer_serves_its_layers_at_a_higher_rate() -> None:
     fast, slow = service_rates([(LayerRange(0, 2), 1e-3), (LayerRange(2, 4), 4e-3)], 4)[1:3]
     assert fast == pytest.approx(4 * slow)
     assert service_rates([(LayerRange(3, 9), 1e-3)], 4)[:3] == [0, 0, 0]
 
 
-def test_too_little_memory_names_what_is_needed() -> None:
-    with pytest.raises(ConfigError, match=r"100 MB hold no part of toy: layers \d+:\d+, the smallest, need"):
+def test_too_little_memory_is_an_error_that_names_the_smallest_need() -> None:
+    with pytest.raises(ConfigError, match=r"100 MB hold no span of toy: layers \d+:\d+, the smallest, need"):
         choose(100 * MB)
     with pytest.raises(ConfigError, match="2 service rates"):
         choose_span(TOY, PLENTY, served=[0.0, 0.0], kv="f32", kv_tokens=1)
 
 
-def test_the_kv_room_is_what_the_weights_leave() -> None:
-    span = LayerRange(0, 11)
-    memory = needed_bytes(TOY, span, kv="f32", kv_tokens=5000)
-    assert kv_tokens_beside(TOY, span, memory, kv="f32") == 5000
-    assert kv_tokens_beside(TOY, span, memory, kv="u8") > 15_000
-    assert kv_tokens_beside(TOY, span, memory // 2, kv="f32") == 0
-
-
-def test_middle_layers_are_what_fits_most_of() -> None:
+def test_the_number_of_layers_that_fit_follows_from_the_memory() -> None:
     memory = EMPTY_PEER_BYTES + step_bytes(TOY.hidden_size) + 1000 * MB
     assert layers_that_fit(TOY, memory, kv="f32", kv_tokens=0) == 1000 * MB // layer_bytes(100 * MB, "int4", "f32")
     assert layers_that_fit(TOY, memory - 1000 * MB, kv="f32", kv_tokens=0) == 0
@@ -122,7 +107,7 @@ spans = st.tuples(st.integers(0, 28), st.integers(1, 30)).map(lambda x: LayerRan
 
 
 @given(st.lists(st.tuples(spans, st.floats(1e-4, 1e-2)), max_size=8), st.integers(1, 10_000))
-def test_a_choice_fits_lies_on_the_grid_and_leaves_no_gap_it_could_narrow(
+def test_a_chosen_span_fits_lies_on_the_grid_and_covers_an_unserved_layer_if_it_can(
     peers: list[tuple[LayerRange, float]], megabytes: int
 ) -> None:
     served = service_rates(peers, 30)
@@ -134,26 +119,28 @@ def test_a_choice_fits_lies_on_the_grid_and_leaves_no_gap_it_could_narrow(
     assert span.first in TOY.grid
     assert span.last in TOY.grid
     assert needed_bytes(TOY, span, kv="f32", kv_tokens=64) <= megabytes * MB
-    # a gap may be all in pieces that this machine cannot hold
-    pieces = [LayerRange(first, last) for first, last in pairwise(TOY.grid)]
-    holdable = [p for p in pieces if needed_bytes(TOY, p, kv="f32", kv_tokens=64) <= megabytes * MB]
-    if any(served[layer] == 0.0 for piece in holdable for layer in piece):
+    # All unserved layers may lie in grid intervals that this machine cannot hold.
+    intervals = [LayerRange(first, last) for first, last in pairwise(TOY.grid)]
+    fitting = [p for p in intervals if needed_bytes(TOY, p, kv="f32", kv_tokens=64) <= megabytes * MB]
+    if any(served[layer] == 0.0 for interval in fitting for layer in interval):
         assert any(served[layer] == 0.0 for layer in span)
 
 
-def test_the_layers_that_nobody_serves_are_counted() -> None:
+def test_unserved_layers_are_counted() -> None:
     served = service_rates([(LayerRange(0, 11), 1e-3)], 30)
-    assert [layers_filled(LayerRange.parse(span), served) for span in ("0:11", "8:15", "11:30")] == [0, 4, 19]
+    assert [unserved_layers(LayerRange.parse(span), served) for span in ("0:11", "8:15", "11:30")] == [0, 4, 19]
 
 
-def test_the_usual_cache_is_no_longer_than_the_context() -> None:
+def test_the_usual_kv_cache_is_no_longer_than_the_context() -> None:
     assert usual_kv_tokens(TOY) == 2048
     assert usual_kv_tokens(TOY, 10**6) == TOY.context_length
 
 
-def test_layers_that_belong_together_are_taken_together_or_not_at_all() -> None:
+def test_layers_that_belong_together_are_served_together_or_not_at_all() -> None:
     toy = replace(TOY, together=((10, 30),), grid=even_grid(30, together=((10, 30),)))
     served = service_rates([(LayerRange(0, 10), 1e-3)], 30)
     assert choose_span(toy, PLENTY, served=served, kv="f32", kv_tokens=1024) == LayerRange(10, 30)
     room = needed_bytes(toy, LayerRange(5, 25), kv="f32", kv_tokens=1024)
-    assert layers_that_fit(toy, room, kv="f32", kv_tokens=1024) < 20  # 20 in a row fit, but none that are whole
+    assert (
+        layers_that_fit(toy, room, kv="f32", kv_tokens=1024) < 20
+    )  # 20 layers fit, but not the group of layers 10 to 30.

@@ -1,4 +1,4 @@
-"""The self-test, and what becomes of a child that crashes, hangs or complains."""
+"""The self-test, and its errors if the child process crashes, hangs or fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def outcome(code: int, out: bytes = b"", err: bytes = b"", precision: str = "per
     ("layers", "engine", "blobs"),
     [("0:4", "paged", 0), ("0:2", "auto", 0), ("1:3", "paged", 0), ("2:4", "paged", 0), ("1:3", "stateful", 1)],
 )
-def test_every_kind_of_span_passes_and_leaves_what_the_peer_can_read_back(
+def test_every_kind_of_span_passes_and_fills_the_cache_of_compiled_graphs(
     layers: str, engine: str, blobs: int, tiny_packages: Mapping[str, Path], tmp_path: Path
 ) -> None:
     package = tiny_packages["mistral"]
@@ -41,9 +41,7 @@ def test_every_kind_of_span_passes_and_leaves_what_the_peer_can_read_back(
     assert len(list(tmp_path.glob("*/*.blob"))) == blobs
 
 
-def test_static_graphs_pass_within_what_they_attend_to(
-    tiny_static_packages: Mapping[str, Path], tmp_path: Path
-) -> None:
+def test_static_graphs_pass_within_their_context(tiny_static_packages: Mapping[str, Path], tmp_path: Path) -> None:
     package = tiny_static_packages["mistral"]
     result = asyncio.run(self_test(package, LayerRange(2, 4), engine="static", cache_dir=tmp_path))
     assert result.numerics == "f32/f32"
@@ -57,12 +55,12 @@ def test_a_damaged_file_is_named(tiny_packages: Mapping[str, Path], tmp_path: Pa
         asyncio.run(self_test(package, SPAN))
 
 
-def test_a_wrong_setting_is_told(tiny_packages: Mapping[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_device_is_named(tiny_packages: Mapping[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tiny_packages["llama"]), "1:3", "--device", "QPU"]) != 0
     assert "QPU" in capsys.readouterr().err
 
 
-def test_a_crash_of_the_plugin_names_the_signal_and_the_way_out() -> None:
+def test_a_crash_of_the_plugin_is_an_error_with_the_signal_and_advice() -> None:
     with pytest.raises(EngineError, match=r"CPU died of SIGFPE .* layers 1:3: try --precision accuracy"):
         outcome(-signal.SIGFPE)
     with pytest.raises(EngineError, match=r"SIGILL .* another --device"):
@@ -71,7 +69,7 @@ def test_a_crash_of_the_plugin_names_the_signal_and_the_way_out() -> None:
         outcome(-signal.SIGKILL)
 
 
-def test_a_child_that_fails_or_says_nothing_is_an_error() -> None:
+def test_a_child_that_fails_or_writes_no_result_is_an_error() -> None:
     with pytest.raises(EngineError, match="the last line"):
         outcome(5, err=b"a traceback\nthe last line\n")
     with pytest.raises(EngineError, match="exit code 1"):
@@ -81,15 +79,15 @@ def test_a_child_that_fails_or_says_nothing_is_an_error() -> None:
             outcome(0, out)
 
 
-def test_other_lines_before_the_result_do_no_harm() -> None:
+def test_lines_before_the_result_are_ignored() -> None:
     line = b'{"numerics": "f32/u8", "layer_time_s": 0.1, "prefill_time_s": 0.2}\n'
     expected = SelfTest(numerics="f32/u8", layer_time_s=0.1, prefill_time_s=0.2)
-    assert outcome(0, b"a plugin's chatter\n" + line) == expected
+    assert outcome(0, b"a plugin's output\n" + line) == expected
 
 
 @pytest.fixture
 def sleeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for the interpreter that writes its pid and hangs; the path of the pid."""
+    """Replaces the interpreter by a script that writes its pid and hangs. Returns the path of the pid file."""
     pid = tmp_path / "pid"
     script = tmp_path / "python"
     script.write_text(f"#!/bin/sh\necho $$ > {pid}\nexec sleep 600\n")
@@ -98,7 +96,7 @@ def sleeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return pid
 
 
-def gone(pid: Path) -> bool:
+def has_ended(pid: Path) -> bool:
     try:
         os.kill(int(pid.read_text()), 0)
     except ProcessLookupError:
@@ -109,7 +107,7 @@ def gone(pid: Path) -> bool:
 def test_a_child_that_hangs_is_killed_at_the_deadline(sleeper: Path) -> None:
     with pytest.raises(EngineError, match="did not end within 1 s"):
         asyncio.run(self_test(Path("nowhere"), SPAN, timeout=1.0))
-    assert gone(sleeper)
+    assert has_ended(sleeper)
 
 
 def test_a_cancelled_self_test_leaves_no_child(sleeper: Path) -> None:
@@ -125,15 +123,15 @@ def test_a_cancelled_self_test_leaves_no_child(sleeper: Path) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        # uvloop kills at once, and collects what it killed in its next turns, where starting it was cancelled
-        while not gone(sleeper):
+        # If the start is cancelled, uvloop kills the child at once and reaps it in later turns of the loop.
+        while not has_ended(sleeper):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
 
     asyncio.run(cancel())
 
 
-def test_a_child_whose_peer_was_gone_before_it_began_does_nothing() -> None:
+def test_a_child_whose_parent_has_ended_already_exits_at_once() -> None:
     command = [sys.executable, "-m", "peer.loading.self_test", "nowhere", "1:3", "--parent", "0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGKILL, "", "")

@@ -15,7 +15,9 @@ from swarm.errors import ConfigError
 from swarm.model.manifest import load_manifest
 from swarm.model.spans import LayerRange
 
-PASSED = SelfTest(numerics="f32/f32", layer_time_s=0.001, prefill_time_s=0.0001, engine="stateful", instead="no pages")
+PASSED = SelfTest(
+    numerics="f32/f32", layer_time_s=0.001, prefill_time_s=0.0001, engine="stateful", fallback_reason="no pages"
+)
 
 
 @pytest.fixture
@@ -31,19 +33,19 @@ def config(tmp_path: Path, span_files: SpanFiles) -> JoinConfig:
     return JoinConfig(package=str(span_files.package), cache_dir=tmp_path)
 
 
-def test_what_passed_is_there_for_one_start_and_comes_back_when_that_has_passed(
+def test_a_record_is_taken_by_one_start_and_written_again_when_it_passed(
     config: JoinConfig, span_files: SpanFiles
 ) -> None:
-    passed = SelfTestRecord.of(config, span_files)
-    assert passed.take() is None
-    passed.put(PASSED)
+    record = SelfTestRecord.of(config, span_files)
+    assert record.take() is None
+    record.put(PASSED)
     assert SelfTestRecord.of(config, span_files).take() == replace(PASSED, remembered=True)
-    assert passed.take() is None  # that start has died
-    passed.put(replace(PASSED, remembered=True))
-    assert passed.take() == replace(PASSED, remembered=True)
+    assert record.take() is None  # The start that took it has crashed.
+    record.put(replace(PASSED, remembered=True))
+    assert record.take() == replace(PASSED, remembered=True)
 
 
-def test_another_span_or_setting_has_not_passed(config: JoinConfig, span_files: SpanFiles) -> None:
+def test_another_span_or_option_has_its_own_record(config: JoinConfig, span_files: SpanFiles) -> None:
     SelfTestRecord.of(config, span_files).put(PASSED)
     others = [replace(config, precision="performance"), replace(config, threads=2), replace(config, engine="stateful")]
     assert all(SelfTestRecord.of(other, span_files).take() is None for other in others)
@@ -52,31 +54,31 @@ def test_another_span_or_setting_has_not_passed(config: JoinConfig, span_files: 
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"numerics": "f32/f32"}', '{"what": 1}'])
-def test_a_file_that_is_not_whole_counts_for_nothing(text: str, config: JoinConfig, span_files: SpanFiles) -> None:
-    passed = SelfTestRecord.of(config, span_files)
-    passed.put(PASSED)
-    passed.path.write_text(text)
-    assert passed.take() is None
+def test_a_damaged_record_is_ignored(text: str, config: JoinConfig, span_files: SpanFiles) -> None:
+    record = SelfTestRecord.of(config, span_files)
+    record.put(PASSED)
+    record.path.write_text(text)
+    assert record.take() is None
 
 
-def test_where_nothing_can_be_written_nothing_is_remembered(config: JoinConfig, span_files: SpanFiles) -> None:
-    (config.cache_dir / "tests").write_text("in the way")
-    passed = SelfTestRecord.of(config, span_files)
-    passed.put(PASSED)
-    assert passed.take() is None
+def test_a_record_that_cannot_be_written_is_skipped(config: JoinConfig, span_files: SpanFiles) -> None:
+    (config.cache_dir / "tests").write_text("a file where a directory should be")
+    record = SelfTestRecord.of(config, span_files)
+    record.put(PASSED)
+    assert record.take() is None
 
 
-def test_a_device_that_is_not_here_is_named(config: JoinConfig, span_files: SpanFiles) -> None:
+def test_a_missing_device_is_named(config: JoinConfig, span_files: SpanFiles) -> None:
     with pytest.raises(ConfigError, match="'QPU'"):
         SelfTestRecord.of(replace(config, device="QPU"), span_files)
 
 
-def test_a_peer_that_starts_again_is_tested_on_the_graph_that_it_serves(
+def test_a_peer_that_starts_again_runs_its_self_test_after_loading(
     tiny_packages: Mapping[str, Path], tmp_path: Path
 ) -> None:
     orders = []
-    for turn in range(2):
-        with LocalSwarm(tmp_path / str(turn), options=["--threads", "1", "--cache-dir", str(tmp_path)]) as swarm:
+    for start in range(2):
+        with LocalSwarm(tmp_path / str(start), options=["--threads", "1", "--cache-dir", str(tmp_path)]) as swarm:
             member = swarm.join(tiny_packages["llama"], LayerRange(0, 4))
             swarm.wait()
             orders.append([event["phase"] for event in member.events if event["phase"] in ("tested", "loaded")])

@@ -1,4 +1,4 @@
-"""A model on a peer in this process: the whole span, and parts of it compiled on demand."""
+"""A peer in this process that serves a whole span, and segments of it that are compiled on demand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FRONT, BACK = LayerRange(0, 3), LayerRange(3, LAYERS)
 
 
 @pytest.mark.parametrize("kind", ["paged", "stateful"])
-def test_a_span_and_its_parts_give_the_unsplit_models_tokens(
+def test_a_span_and_its_segments_give_the_unsplit_models_tokens(
     kind: EngineKind, tiny_irs: Mapping[str, Path], tiny_packages: Mapping[str, Path], tmp_path: Path
 ) -> None:
     package, unsplit = tiny_packages["llama"], Unsplit(tiny_irs["llama"] / "openvino_model.xml")
@@ -58,13 +58,13 @@ def test_a_span_and_its_parts_give_the_unsplit_models_tokens(
             caller.channel = await Channel.open(
                 [Address("127.0.0.1", server.port, identity.peer_id)], client_hello(), on_message=caller._hear
             )
-            await caller.open("in-one-go", layers=manifest.span)
+            await caller.open("whole-span", layers=manifest.span)
             await caller.open("front-part", layers=FRONT)
             await caller.open("back-part-", layers=BACK)
             known, start = list(PROMPT), 0
             for step in range(COUNT):
                 new = known[start:]
-                whole = await caller.step("in-one-go", start=start, tokens=new, step=step)
+                whole = await caller.step("whole-span", start=start, tokens=new, step=step)
                 front = await caller.step("front-part", start=start, tokens=new, step=step)
                 back = await caller.step("back-part-", start=start, tokens=new, step=step, hidden=front.hidden)
                 expected = unsplit(start, np.array(new, np.int32))[-1].argmax()

@@ -1,4 +1,4 @@
-"""Three real peers of a tiny model in this process, and a client that knows them: quick enough for crowds."""
+"""Real peers of a tiny model and their clients in one process: fast enough for tests with many users."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from swarm.wire.messages import Hello
 from tests.peer.toy_swarm import until
 
 SPANS = (LayerRange(0, 1), LayerRange(1, 3), LayerRange(3, 4))
-_CLEAR = 1e-3
-"""How far the best token must be ahead for a text to be told apart from one of other rounding."""
+_MIN_LOGIT_MARGIN = 1e-3
+"""The logit of the best token must be this much higher: then rounding differences cannot change the text."""
 
 
 @dataclass
-class Street:
-    """`services` and their `servers` in the order of the route, spares last; `events` are what all clients heard."""
+class InProcessSwarm:
+    """`services` and their `servers` in the order of the route, spares last; `events` of all clients."""
 
     manifest: Manifest
     directory: MemoryDirectory
@@ -53,12 +53,12 @@ class Street:
     events: list[Event] = field(default_factory=list)
 
     @property
-    def is_empty(self) -> bool:
-        """No session, step or held block is left, and nobody whom a schedule or a way onward knows."""
-        return all(map(_is_empty, self.services))
+    def is_idle(self) -> bool:
+        """Whether no peer has a session, step or used block left, nor any state in its scheduler or next hops."""
+        return all(map(_is_idle, self.services))
 
-    async def empties(self) -> None:
-        await until(lambda: self.is_empty)
+    async def wait_until_idle(self) -> None:
+        await until(lambda: self.is_idle)
 
     @contextlib.asynccontextmanager
     async def client(self, key: str | None = "key") -> AsyncIterator[Client]:
@@ -80,17 +80,17 @@ class Street:
             await connections.close()
 
 
-def _is_empty(service: SpanService) -> bool:
+def _is_idle(service: SpanService) -> bool:
     load, schedule = service.load(), service._schedule
-    remembered = (schedule._sequences, schedule._served, schedule._due) if isinstance(schedule, BatchScheduler) else ()
+    scheduled = (schedule._sequences, schedule._served, schedule._due) if isinstance(schedule, BatchScheduler) else ()
     users = [hop.users for hop in service._next_hops._hops.values()]
     assert load.work is not None
-    return not any((load.sessions, load.queue, load.work.blocks_used, service._executors, *remembered, *users))
+    return not any((load.sessions, load.queue, load.work.blocks_used, service._executors, *scheduled, *users))
 
 
 @dataclass
 class Client:
-    street: Street
+    swarm: InProcessSwarm
     connections: ConnectionPool
     planner: Planner
     config: ClientConfig
@@ -98,17 +98,17 @@ class Client:
     def pipeline(self, max_tokens: int) -> Pipeline:
         return Pipeline(
             planner=self.planner,
-            manifest=self.street.manifest,
+            manifest=self.swarm.manifest,
             connections=self.connections,
             config=self.config,
             max_tokens=max_tokens,
             clock=time.monotonic,
-            on_event=self.street.events.append,
+            on_event=self.swarm.events.append,
         )
 
-    async def write(self, prompt: Sequence[int], count: int, into: list[int] | None = None) -> list[int]:
-        """`count` tokens after `prompt`, in a session of their own; `into` has those so far."""
-        text = [] if into is None else into
+    async def write(self, prompt: Sequence[int], count: int, text_so_far: list[int] | None = None) -> list[int]:
+        """Generate `count` tokens after `prompt` in a new session; they are appended to `text_so_far`."""
+        text = [] if text_so_far is None else text_so_far
         pipeline = self.pipeline(len(prompt) + count)
         try:
             while len(text) < count:
@@ -120,17 +120,17 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def street(
+async def start_peers(
     package: Path,
     kinds: Sequence[EngineKind],
     *,
     spans: Sequence[LayerRange] = SPANS,
     kv_tokens: int = 4096,
     spill: Path | None = None,
-) -> AsyncIterator[Street]:
-    """A peer for each of `spans` with an engine of its kind and room for `kv_tokens`, then on disk below `spill`."""
+) -> AsyncIterator[InProcessSwarm]:
+    """A peer for each of `spans` with its kind of engine and `kv_tokens` of KV cache, spilled to `spill` if given."""
     manifest = load_manifest(package)
-    made = Street(manifest, MemoryDirectory())
+    swarm = InProcessSwarm(manifest, MemoryDirectory())
     async with contextlib.AsyncExitStack() as stack:
         for number, (span, kind) in enumerate(zip(spans, kinds, strict=True)):
             engine = open_chosen_engine(kind, package, manifest, span, kv_tokens=kv_tokens, threads=1)
@@ -154,7 +154,7 @@ async def street(
             )
             server.begin(service)
             await server.start("127.0.0.1", 0)
-            offer = Announcement.of(
+            announcement = Announcement.of(
                 serving,
                 SharedFiles(package=package, manifest=manifest, entries=()),
                 SelfTest(numerics=str(engine.numerics), layer_time_s=1e-3, prefill_time_s=1e-4, engine=kind),
@@ -162,17 +162,19 @@ async def street(
                 incarnation=1,
                 device="CPU",
             )
-            record = offer.record(service.load(), name=f"peer-{number}", addresses=[f"127.0.0.1:{server.port}"])
+            record = announcement.record(service.load(), name=f"peer-{number}", addresses=[f"127.0.0.1:{server.port}"])
             now = time.time()
-            await made.directory.publish(replace(record, announced_at=now, expires_at=now + 250).seal(identity))
-            made.services.append(service)
-            made.servers.append(server)
-        yield made
+            await swarm.directory.publish(replace(record, announced_at=now, expires_at=now + 250).seal(identity))
+            swarm.services.append(service)
+            swarm.servers.append(server)
+        yield swarm
 
 
-def clear_texts(package: Path, lengths: Sequence[int], count: int) -> list[tuple[list[int], list[int]]]:
-    """Prompts of these lengths and what the unsplit model on the stateful engine writes after each: `count` tokens,
-    none of them a close call."""
+def unambiguous_texts(package: Path, lengths: Sequence[int], count: int) -> list[tuple[list[int], list[int]]]:
+    """(prompt, text) for each length: the `count` tokens that the unsplit model writes on the stateful engine.
+
+    Each token of a text leads by `_MIN_LOGIT_MARGIN`.
+    """
     manifest = load_manifest(package)
     engine = open_engine(package, manifest, manifest.span, threads=1)
     random = np.random.default_rng(11)
@@ -187,7 +189,7 @@ def clear_texts(package: Path, lengths: Sequence[int], count: int) -> list[tuple
             (logits,) = engine.forward([Step(session="reference", start=start, tokens=new, rows=1)])
             assert isinstance(logits, np.ndarray)
             second, first = np.sort(logits[0])[-2:]
-            if first - second < _CLEAR:
+            if first - second < _MIN_LOGIT_MARGIN:
                 break
             text.append(int(logits[0].argmax()))
             new = np.array(text[-1:], np.int32)

@@ -1,4 +1,4 @@
-"""A client without `client/`: sessions opened, linked and fed by hand, and connections that break when told to."""
+"""A client without `client/`: tests open, link and feed its sessions step by step, and abort its connections."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.peer.toy_swarm import PATIENCE_S, SECRET, Caller
 
 
 class Hop:
-    """One peer of a route: a connection to it, and the session there."""
+    """One peer of a route, and the connection to it."""
 
     def __init__(self, record: PeerRecord, stream: Stream, caller: Caller) -> None:
         self.record = record
@@ -28,16 +28,15 @@ class Hop:
 
     @classmethod
     async def connect(cls, record: PeerRecord) -> Hop:
-        place = Address.parse(record.addresses[0])
-        address = dataclasses.replace(place, peer_id=record.peer_id)
+        address = dataclasses.replace(Address.parse(record.addresses[0]), peer_id=record.peer_id)
         stream = await connect(address, client_hello(record.model))
         caller = Caller()
         caller.channel = Channel(stream, on_message=caller._hear, on_lost=caller._lose)
         return cls(record, stream, caller)
 
-    async def link(self, following: Hop, session: str) -> None:
-        record = following.record
-        ask = Link(
+    async def link(self, next_hop: Hop, session: str) -> None:
+        record = next_hop.record
+        request = Link(
             request=self.caller.channel.next_request(),
             session=session,
             epoch=0,
@@ -45,15 +44,15 @@ class Hop:
             peer_id=record.peer_id,
             secret=SECRET,
         )
-        await self.caller.channel.ask(ask, Linked, timeout=PATIENCE_S)
+        await self.caller.channel.ask(request, Linked, timeout=PATIENCE_S)
 
-    def cut(self) -> None:
-        """As a cable that is pulled: nothing is said."""
-        self._stream.abort(PeerLost("the test has cut it"))
+    def abort(self) -> None:
+        """Abort the connection without a message, like a pulled cable."""
+        self._stream.abort(PeerLost("aborted by the test"))
 
 
 class RawRoute:
-    """One session over `records` in their order. `known` are the ids so far."""
+    """One session over `hops` in order. `known` are the token ids so far."""
 
     def __init__(self, hops: Sequence[Hop], prompt: Sequence[int]) -> None:
         self.hops = hops
@@ -71,32 +70,32 @@ class RawRoute:
         try:
             for hop in route.hops:
                 await hop.caller.open(route.session, layers=hop.record.span, max_tokens=max_tokens)
-            for hop, following in zip(route.hops, route.hops[1:], strict=False):
-                await hop.link(following, route.session)
+            for hop, next_hop in zip(route.hops, route.hops[1:], strict=False):
+                await hop.link(next_hop, route.session)
             yield route
         finally:
             await asyncio.gather(*(hop.caller.channel.close() for hop in route.hops))
 
     def send(self) -> int:
-        """One step of what is known and not computed; its number."""
+        """Send one step over the known tokens that are not computed yet. Returns its number."""
         step, self._steps = self._steps, self._steps + 1
         self.hops[0].caller.send(self.session, step=step, start=self._cached, tokens=self.known[self._cached :])
         self._cached = len(self.known)
         return step
 
     async def advance(self, count: int) -> list[int]:
-        """The next `count` ids, the likeliest ones."""
-        made: list[int] = []
-        while len(made) < count:
+        """Generate `count` tokens greedily."""
+        generated: list[int] = []
+        while len(generated) < count:
             answer = await self.hops[-1].caller.answer(self.session, step=self.send())
-            made.append(int(answer.ids[0]))
-            self.known.append(made[-1])
-        return made
+            generated.append(int(answer.ids[0]))
+            self.known.append(generated[-1])
+        return generated
 
     async def close_session(self) -> None:
         for hop in self.hops:
             await hop.caller.close_session(self.session)
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         for hop in self.hops:
-            hop.cut()
+            hop.abort()
