@@ -78,7 +78,7 @@ class Blocks(RuleBasedStateMachine):
     @rule()
     def forget(self) -> None:
         self.pool.forget()
-        assert self.pool.kept == 0
+        assert self.pool.cached == 0
 
     @invariant()
     def every_session_reads_what_it_wrote(self) -> None:
@@ -92,7 +92,7 @@ class Blocks(RuleBasedStateMachine):
     def no_block_is_lost_or_in_two_places_uncounted(self) -> None:
         held = Counter(block for table in self.tables for block in table.blocks)
         for block in range(COUNT):
-            assert self.pool.holders(block) == held[block]
+            assert self.pool.ref_count(block) == held[block]
         assert self.pool.used == len(held)
         assert self.pool.used + self.pool.free == COUNT
         for table in self.tables:
@@ -131,7 +131,7 @@ def test_what_was_let_go_of_first_makes_room_first_and_the_beginning_of_a_text_l
     put(new, 0, *range(50, 58))
     old.clear()
     new.clear()
-    assert (pool.kept, pool.free) == (4, 4)
+    assert (pool.cached, pool.free) == (4, 4)
     put(BlockTable(pool, max_tokens=16), 0, 1)
     assert sharing(pool, *range(8)).length == 4
     assert sharing(pool, *range(50, 58)).length == 8
@@ -157,9 +157,9 @@ def test_wrong_steps_and_sizes_are_named() -> None:
 
 
 def test_no_more_is_kept_than_is_wanted() -> None:
-    pool = BlockPool(8, SIZE, max_kept=2)
+    pool = BlockPool(8, SIZE, max_cached=2)
     table = sharing(pool)
     put(table, 0, *range(16))
     table.clear()
-    assert (pool.kept, pool.free) == (2, 8)
+    assert (pool.cached, pool.free) == (2, 8)
     assert sharing(pool, *range(16)).length == 8

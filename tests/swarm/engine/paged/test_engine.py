@@ -16,7 +16,7 @@ from swarm.engine.choice import engines_to_try, open_chosen_engine
 from swarm.engine.compose import compose, open_engine
 from swarm.engine.paged.blocks import first_name, names_of, pack_names
 from swarm.engine.paged.engine import PagedEngine, open_paged_engine
-from swarm.engine.paged.graph import page
+from swarm.engine.paged.graph import to_paged
 from swarm.engine.paged.store import KvStore
 from swarm.engine.stateful import StatefulEngine
 from swarm.errors import BadStep, ConfigError, ContextExceeded, EngineError, PeerBusy, SwarmError, UnknownSession
@@ -60,7 +60,7 @@ def test_nothing_is_cached_as_long_as_the_plugin_cannot_read_a_paged_graph_back(
     """When this fails, a newer OpenVINO can: then `open_paged_engine` may have a cache, and starts get quicker."""
     package, span = tiny_packages["llama"], LayerRange(1, 2)
     manifest = load_manifest(package)
-    model = page(compose(package, manifest, span, rows_axis=0), manifest.hidden_size)
+    model = to_paged(compose(package, manifest, span, rows_axis=0), manifest.hidden_size)
     blob = ov.Core().compile_model(model, "CPU", {}).export_model()
     with pytest.raises(RuntimeError, match="k_head_size"):
         ov.Core().import_model(blob, "CPU", {})

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from swarm.engine.static.ring_cache import HIDDEN, RingCache
+from swarm.engine.static.ring_cache import MASKED, RingCache
 from swarm.errors import BadStep, ContextExceeded, UnknownSession
 from swarm.model.manifest import StaticSpec
 
@@ -27,18 +27,18 @@ class Written:
     def feed(self, start: int, n: int) -> None:
         """As the engine does: in pieces of at most a chunk."""
         self.ring.check(start, n)
-        self.ring.begin(start)
+        self.ring.rewind(start)
         for at in range(start, start + n, self.spec.chunk):
             count = min(self.spec.chunk, start + n - at)
             slots = self.ring.slots(count).tolist()
             assert len(set(slots)) == count
             self.slots |= dict(zip(slots, range(at, at + count), strict=True))
-            self.ring.wrote(count)
+            self.ring.commit(count)
 
     def seen_by_next(self, window: int | None = None) -> set[int]:
         """The positions that the next token attends to, itself left out, by what really lies in the slots."""
         row = self.ring.bias(1, window)[0]
-        assert set(row.tolist()) <= {0.0, float(HIDDEN)}
+        assert set(row.tolist()) <= {0.0, float(MASKED)}
         assert row[-1] == 0
         return {self.slots[slot] for slot in np.flatnonzero(row[:-1] == 0).tolist()}
 
