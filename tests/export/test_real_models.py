@@ -30,7 +30,7 @@ def exported(gguf: Path, *arguments: object) -> Path:
     return made(f"checkpoint-{gguf.stem}", make, RECIPE.read_bytes(), repr(arguments).encode())
 
 
-def test_smollm2_writes_one_text_from_all_three_sources(
+def test_smollm2_writes_the_same_text_from_all_three_sources(
     smollm2_gguf: Path, smollm2_package: Path, smollm2_tokenizer: Any, greedy_reference: GreedyReference
 ) -> None:
     """The checkpoint is made of the numbers that the GGUF file's package has.

@@ -22,7 +22,7 @@ HIDDEN, HEADS, SIZE, VOCAB = 16, 2, 4, 32
 
 @dataclass(frozen=True, kw_only=True)
 class Toy:
-    """What to build. Each flag but the first two spoils something."""
+    """The graph to build. Each flag except the first two adds a fault."""
 
     layers: int = 3
     learned_positions: bool = False
