@@ -186,7 +186,7 @@ def _to_plain(value: Any) -> Any:
 
 def name_new_ops(model: ov.Model, part: str, known: set[str]) -> None:
     """Rename new ops. OpenVINO names them by a process-wide counter, but files must not depend on earlier calls."""
-    kept = known | {TOKENS, HIDDEN, HIDDEN_OUT, LOGITS, *_LAYER_INPUTS}
+    existing = known | {TOKENS, HIDDEN, HIDDEN_OUT, LOGITS, *_LAYER_INPUTS}
     for i, node in enumerate(model.get_ordered_ops()):
-        if node.get_friendly_name() not in kept:
+        if node.get_friendly_name() not in existing:
             node.set_friendly_name(f"{part}/{node.get_type_name()}_{i}")

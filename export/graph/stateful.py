@@ -80,9 +80,11 @@ def make_stateful(model: ov.Model) -> ov.Model:
             reader.replace_source_output(read.output(0))
         sinks.append(op.assign(producer(present.get_node().input(0)), variable))
         variables.append(variable)
-    kept = [p for p in model.get_parameters() if not _past_name(p.output(0)) and _BEAM not in p.output(0).get_names()]
+    parameters = [
+        p for p in model.get_parameters() if not _past_name(p.output(0)) and _BEAM not in p.output(0).get_names()
+    ]
     results = [r for r in model.get_results() if not any(n.startswith("present.") for n in r.output(0).get_names())]
-    return _model(model, results, sinks, [*kept, beams], variables)
+    return _model(model, results, sinks, [*parameters, beams], variables)
 
 
 def add_beam_gathers(model: ov.Model) -> ov.Model:
@@ -93,8 +95,8 @@ def add_beam_gathers(model: ov.Model) -> ov.Model:
         gather = op.gather(read, beams, op.constant(0, ov.Type.i64))
         for reader in readers:
             reader.replace_source_output(gather.output(0))
-    kept = [p for p in model.get_parameters() if _BEAM not in p.output(0).get_names()]
-    return _model(model, model.get_results(), model.get_sinks(), [*kept, beams], model.get_variables())
+    parameters = [p for p in model.get_parameters() if _BEAM not in p.output(0).get_names()]
+    return _model(model, model.get_results(), model.get_sinks(), [*parameters, beams], model.get_variables())
 
 
 def drop_beam_gathers(model: ov.Model) -> ov.Model:
@@ -102,8 +104,8 @@ def drop_beam_gathers(model: ov.Model) -> ov.Model:
     for node in model.get_ordered_ops():
         if node.get_type_name() == "Gather" and producer(node.input(0)).get_type_name() == "ReadValue":
             node.output(0).replace(node.input(0).get_source_output())
-    kept = [p for p in model.get_parameters() if _BEAM not in p.output(0).get_names()]
-    return _model(model, model.get_results(), model.get_sinks(), kept, model.get_variables())
+    parameters = [p for p in model.get_parameters() if _BEAM not in p.output(0).get_names()]
+    return _model(model, model.get_results(), model.get_sinks(), parameters, model.get_variables())
 
 
 def _bare_reads(model: ov.Model) -> list[Any]:

@@ -28,7 +28,7 @@ from export.graph.part_file import parts_of, save_part, structure
 from export.graph.stateful import drop_beam_gathers
 from export.graph.static import check_fits, write_static
 from export.package.journal import Journal, PartRecord
-from export.package.output import check_free, put_in_place
+from export.package.output import check_replaceable, put_in_place
 from export.package.parts import PartBuilder, PartGraph, TensorTransform
 from export.package.row_blocks import compress_rows
 from export.sources.openvino_ir import facts, windows_of
@@ -256,8 +256,8 @@ def export_checkpoint(
     Raises ConfigError for a wrong argument, UnsupportedModel, PackageError and DamagedFile for the checkpoint. The
     parts made until then stay beside `out`.
     """
-    check_free(out, force)
-    journal = Journal.beside(out)
+    check_replaceable(out, force)
+    journal = Journal.for_output(out)
     if journal.has_records() and not resume:
         if not force:
             raise ConfigError(

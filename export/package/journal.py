@@ -50,7 +50,7 @@ class Journal:
         self._records = folder / "parts"
 
     @classmethod
-    def beside(cls, out: Path) -> Journal:
+    def for_output(cls, out: Path) -> Journal:
         return cls(out.with_name(f"{out.name}.partial"))
 
     def create(self) -> None:

@@ -12,7 +12,7 @@ from swarm.errors import ConfigError
 from swarm.model.manifest import MANIFEST
 
 
-def check_free(out: Path, force: bool) -> None:
+def check_replaceable(out: Path, force: bool) -> None:
     """Raises ConfigError if a package may not replace `out`, or if `out` has no name of its own, such as `..`."""
     if out.name in ("", ".."):
         raise ConfigError(f"{out} is a directory in use: name a new one, such as {out / 'package'}")

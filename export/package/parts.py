@@ -37,7 +37,7 @@ _LAYER_NUMBER = re.compile(r"\.0\.")
 
 @dataclass(frozen=True, kw_only=True)
 class PartGraph:
-    """A part's graph. `buffers` owns the memory of its weights and must live as long as the graph."""
+    """A part's graph. `buffers` own the memory of its weights and must live as long as the graph."""
 
     model: ov.Model
     facts: Mapping[str, Any]

@@ -35,7 +35,7 @@ def engines_to_try(choice: str, device: str) -> tuple[EngineKind, ...]:
         case "paged":
             return ("paged",)
         case "stateful" if kind == "NPU":
-            raise ConfigError("an NPU runs only graphs without state and dynamic shapes: use --engine static there")
+            raise ConfigError("an NPU runs only graphs without state or dynamic shapes: use --engine static there")
         case "stateful":
             return ("stateful",)
     raise ConfigError(f"engine is {choice!r}; it must be {', '.join(ENGINE_CHOICES)}")

@@ -39,7 +39,6 @@ def compose(
     manifest: Manifest,
     span: LayerRange,
     *,
-    logit_rows: bool = True,
     rows_axis: int = 1,
     beam_idx: bool = True,
 ) -> ov.Model:
@@ -47,9 +46,9 @@ def compose(
 
     Inputs: `input_ids` [1, n] i64 on the span with layer 0, else `hidden_states` [1, n, hidden] f32;
     `attention_mask` [1, past + n] i64, `position_ids` [1, n] i64, `beam_idx` [1] i32, each if a layer
-    reads it; with the last layer and `logit_rows`, `logit_rows` [m] i64: the positions among the n that
-    return logits, along `rows_axis` (0 in a graph that will be paged). Output: `hidden_states_out`
-    [1, n, hidden], or `logits` [1, m or n, vocab], f32.
+    reads it; with the last layer, `logit_rows` [m] i64: the positions among the n that return logits, along
+    `rows_axis` (0 in a graph that will be paged). Output: `hidden_states_out` [1, n, hidden], or `logits`
+    [1, m, vocab], f32.
 
     `beam_idx=False` drops the Gather behind the cached keys and values, and with it the fused attention.
     It exists to measure the effect of the Gather.
@@ -57,14 +56,14 @@ def compose(
     Raises DamagedFile if a file cannot be read, PackageError if the files do not fit together.
     """
     parts = manifest.span_parts(span)
-    join = _Composer(keep_beam_idx=beam_idx)
+    composer = _Composer(keep_beam_idx=beam_idx)
     if EMBED in parts:
-        join.embed(read_part(package, EMBED))
+        composer.embed(read_part(package, EMBED))
     for layer in span:
-        join.layer(read_part(package, layer_part(layer)), layer_part(layer), window=manifest.layers[layer].window)
+        composer.layer(read_part(package, layer_part(layer)), layer_part(layer), window=manifest.layers[layer].window)
     if HEAD in parts:
-        join.head(read_part(package, HEAD), logit_rows=logit_rows, rows_axis=rows_axis)
-    return join.model(f"{manifest.name} {span}")
+        composer.head(read_part(package, HEAD), rows_axis)
+    return composer.model(f"{manifest.name} {span}")
 
 
 def open_engine(
@@ -145,15 +144,14 @@ class _Composer:
         self._sinks += part.get_sinks()
         self._hidden = _only_result(part, name)
 
-    def head(self, part: ov.Model, *, logit_rows: bool, rows_axis: int) -> None:
-        if logit_rows:
-            rows = ops.parameter([-1], ov.Type.i64, name="logit_rows")
-            rows.output(0).tensor.set_names({"logit_rows"})
-            self._inputs["logit_rows"] = rows
-            # Named explicitly: OpenVINO keys its cache by names, and generated names contain a counter.
-            axis = ops.constant(rows_axis, ov.Type.i64, name="logit_rows/axis")
-            self._hidden = ops.gather(self._hidden, rows, axis, name="logit_rows/gather").output(0)
-            self._layer_input = self._hidden
+    def head(self, part: ov.Model, rows_axis: int) -> None:
+        rows = ops.parameter([-1], ov.Type.i64, name="logit_rows")
+        rows.output(0).tensor.set_names({"logit_rows"})
+        self._inputs["logit_rows"] = rows
+        # Named explicitly: OpenVINO keys its cache by names, and generated names contain a counter.
+        axis = ops.constant(rows_axis, ov.Type.i64, name="logit_rows/axis")
+        self._hidden = ops.gather(self._hidden, rows, axis, name="logit_rows/gather").output(0)
+        self._layer_input = self._hidden
         self._share_inputs(part, "head")
         self._hidden = _only_result(part, "head")
         self._output = "logits"

@@ -72,7 +72,7 @@ def _save_weights_of(transformers: Any, package: Path, gguf: Path, eos: int, che
     import torch
     from safetensors.torch import save_file
 
-    manifest, told = load_manifest(package), read_header(gguf).metadata
+    manifest, metadata = load_manifest(package), read_header(gguf).metadata
     weights: dict[str, NDArray[Any]] = {}
     (weights["model.embed_tokens.weight"],), _ = _constants(package, EMBED)
     _, (weights["model.norm.weight"],) = _constants(package, HEAD)
@@ -83,14 +83,14 @@ def _save_weights_of(transformers: Any, package: Path, gguf: Path, eos: int, che
     config = transformers.LlamaConfig(
         architectures=["LlamaForCausalLM"],
         hidden_size=manifest.hidden_size,
-        intermediate_size=told["llama.feed_forward_length"],
+        intermediate_size=metadata["llama.feed_forward_length"],
         num_hidden_layers=len(manifest.layers),
-        num_attention_heads=told["llama.attention.head_count"],
+        num_attention_heads=metadata["llama.attention.head_count"],
         num_key_value_heads=manifest.layers[0].kv_heads,
         vocab_size=manifest.vocab_size,
         max_position_embeddings=manifest.context_length,
-        rms_norm_eps=told["llama.attention.layer_norm_rms_epsilon"],
-        rope_parameters={"rope_type": "default", "rope_theta": told["llama.rope.freq_base"]},
+        rms_norm_eps=metadata["llama.attention.layer_norm_rms_epsilon"],
+        rope_parameters={"rope_type": "default", "rope_theta": metadata["llama.rope.freq_base"]},
         tie_word_embeddings=True,
         eos_token_id=eos,
     )

@@ -41,9 +41,6 @@ class BlockTables:
         self._tables: Sessions[BlockTable] = Sessions()
         self._evicted: set[str] = set()
 
-    def __len__(self) -> int:
-        return len(self._tables)
-
     @property
     def tokens(self) -> int:
         """The number of positions of the longest possible session."""

@@ -45,15 +45,14 @@ class KvStore:
         self.span = span
         self.pool = BlockPool(-(-tokens // size), size, max_cached=_MAX_CACHED_TOKENS // size)
         self.tables = BlockTables(self.pool)
-        self.block_bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in layouts.values())
+        block_bytes = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in layouts.values())
         self._layouts = layouts
         self._spill: Spill | None = None
         try:
             self._arrays = {key: np.zeros((self.pool.count, *shape), dtype) for key, (shape, dtype) in layouts.items()}
         except MemoryError as error:
             raise EngineError(
-                f"{self.pool.count} blocks of {self.block_bytes} bytes are more than this machine has: "
-                "lower --kv-memory"
+                f"{self.pool.count} blocks of {block_bytes} bytes are more than this machine has: lower --kv-memory"
             ) from error
 
     def bind(self, request: ov.InferRequest, compiled: ov.CompiledModel, span: LayerRange) -> None:

@@ -1,4 +1,4 @@
-"""Joins the static files of a span into one graph of one width, without state and dynamic shapes.
+"""Joins the static files of a span into one graph of one width, without state or dynamic shapes.
 
 ::
 
@@ -48,15 +48,15 @@ def compose_static(package: Path, manifest: Manifest, span: LayerRange, kind: st
     manifest.static_parts(span)
     assert manifest.static is not None
     width = manifest.static.widths[kind]
-    join = _Composer(width)
+    composer = _Composer(width)
     if span.first == 0:
-        join.embed(read_part(package, EMBED))
+        composer.embed(read_part(package, EMBED))
     for layer in span:
         name = static_file(layer, kind).removesuffix(".xml")
-        join.layer(read_part(package, name, layer_part(layer)), layer, window=manifest.layers[layer].window)
+        composer.layer(read_part(package, name, layer_part(layer)), layer, window=manifest.layers[layer].window)
     if span.last == len(manifest.layers):
-        join.head(read_part(package, HEAD), rows=min(MAX_ROWS, width) if width > 1 else 0)
-    model = join.model(f"{manifest.name} {span} {kind}")
+        composer.head(read_part(package, HEAD), rows=min(MAX_ROWS, width) if width > 1 else 0)
+    model = composer.model(f"{manifest.name} {span} {kind}")
     check_static(model)
     return model
 

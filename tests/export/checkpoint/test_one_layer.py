@@ -69,6 +69,6 @@ def test_a_tied_head_is_read_under_the_name_that_is_stored(tmp_path: Path) -> No
 
 
 def test_a_head_that_is_not_tied_must_be_stored(tmp_path: Path) -> None:
-    apart = {"model_type": "llama", **common_config(100), "tie_word_embeddings": False}
+    untied = {"model_type": "llama", **common_config(100), "tie_word_embeddings": False}
     with pytest.raises(PackageError, match=r"lacks lm_head\.weight: fetch it again"):
-        decoder_of(tmp_path, apart, EMBEDDING).checkpoint_names([HEAD], head=True)
+        decoder_of(tmp_path, untied, EMBEDDING).checkpoint_names([HEAD], head=True)

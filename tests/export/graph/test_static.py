@@ -69,12 +69,12 @@ def test_every_layer_reads_its_cache_and_its_mask_from_inputs(tiny_packages: Map
 def test_each_kind_of_layer_is_compared_and_a_wrong_window_is_found(
     tiny_static_packages: Mapping[str, Path],
 ) -> None:
-    heard: list[tuple[str, int, int]] = []
+    reported: list[tuple[str, int, int]] = []
     package = tiny_static_packages["gpt_oss"]
     manifest = load_manifest(package)
-    check_static_layers(package, manifest, lambda *said: heard.append(said))
+    check_static_layers(package, manifest, lambda *step: reported.append(step))
     # Layers with a window, layers without, and layer 0, whose shapes are computed from other tensors.
-    assert heard[-1] == ("checking static graphs", 3, 3)
+    assert reported[-1] == ("checking static graphs", 3, 3)
     slides, full = manifest.layers[:2]
     wrong = replace(manifest, layers=(slides, slides, slides, full))
     with pytest.raises(UnsupportedModel, match=r"layer_001 .* its attention is not a sliding window of 8"):

@@ -105,7 +105,7 @@ def test_after_a_kill_only_unfinished_parts_are_made_again(
     with pytest.raises(KeyboardInterrupt):
         export_checkpoint(source, out, format, progress=die)
     assert not out.exists()
-    partial = Journal.beside(out).package
+    partial = Journal.for_output(out).package
     (partial / "layer_001.bin").write_bytes(b"half")
     before = (partial / "layer_000.bin").stat().st_mtime_ns
     seen: list[int] = []
@@ -122,7 +122,7 @@ def test_after_a_kill_only_unfinished_parts_are_made_again(
 def test_an_unfinished_export_is_neither_continued_nor_discarded_without_an_option(
     tiny_checkpoints: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    journal = Journal.beside(tmp_path / "package")
+    journal = Journal.for_output(tmp_path / "package")
     journal.create()
     (journal.folder / "parts" / "embed.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"unfinished export: continue it with --resume, or discard it with --force"):
