@@ -110,17 +110,17 @@ class Decoder:
         """
         import torch
 
-        alone: dict[str, dict[str, object]] = {}
+        single: dict[str, dict[str, object]] = {}
         with quiet(), torch.device("meta"):
             stack = self.model_class(self.config).get_submodule(self.stack)
             for layer in range(self.layers):
                 config = self.one_layer(layer)
                 key = json.dumps(config.to_dict(), sort_keys=True, default=str)
-                if key not in alone:
-                    alone[key] = _settings(self.model_class(config).get_submodule(self.stack)[0])
-                there = _settings(stack[layer])
-                for name in sorted(there.keys() | alone[key].keys()):
-                    found, expected = there.get(name), alone[key].get(name)
+                if key not in single:
+                    single[key] = _settings(self.model_class(config).get_submodule(self.stack)[0])
+                whole = _settings(stack[layer])
+                for name in sorted(whole.keys() | single[key].keys()):
+                    found, expected = whole.get(name), single[key].get(name)
                     is_number = type(found) is int and (found, expected) == (layer, 0)
                     if found != expected and not is_number:
                         raise UnsupportedModel(

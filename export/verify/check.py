@@ -153,11 +153,11 @@ class _Comparison:
         if layer is None:
             return self._compare_end(runner, part)
         hidden = random_hidden(self._manifest.hidden_size, _TOKENS)
-        alone, text = run_reference_layer(self._decoder, layer, [hidden, self._reference])
+        expected, text = run_reference_layer(self._decoder, layer, [hidden, self._reference])
         found = _finite(part, run_layer(runner, hidden, prefill=_PREFILL))
         runner.reset()
         self._reference, self._package_output = text.after, _finite(part, runner.run(self._text, self._package_output))
-        return alone.deviation(found)
+        return expected.deviation(found)
 
     def _compare_end(self, runner: Runner, part: str) -> float:
         true, tokens = EmbedAndHead(self._decoder), _some_tokens(self._manifest)
