@@ -47,9 +47,7 @@ def export(
     verify: Annotated[bool, typer.Option("--verify", help="First compare the layers with SOURCE, if an IR.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Check the package SOURCE instead of writing one.")] = False,
     against: Annotated[Path | None, typer.Option(help="With --check: the checkpoint to compare with.")] = None,
-    no_beam_idx: Annotated[
-        bool, typer.Option("--no-beam-idx", help="Omit the beam_idx Gather, to measure its effect.")
-    ] = False,
+    no_beam_idx: Annotated[bool, typer.Option("--no-beam-idx", help="Omit the Gather, to measure its use.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a package, or an unfinished one, at OUT.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

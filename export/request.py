@@ -58,9 +58,7 @@ class Request:
         if directory.is_dir() and is_checkpoint(directory) and not (directory / "openvino_model.xml").is_file():
             return ExportResult(manifest=self._from_checkpoint(directory, origin, verify, progress))
         if self.layers is not None or self.resume or self.jobs > 1:
-            raise ConfigError(
-                f"--layers, --resume and --jobs are for checkpoints; {self.source} is not one: leave them out"
-            )
+            raise ConfigError(f"--layers, --resume and --jobs are for checkpoints, which {self.source} is not")
         return self._from_graph(verify, progress)
 
     def _from_checkpoint(

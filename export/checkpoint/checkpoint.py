@@ -80,9 +80,7 @@ def fetch_checkpoint(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise ConfigError(
-            f"{name} is no local file; to fetch it from the hub: pip install 'aipc-swarm[export]'"
-        ) from error
+        raise ConfigError(f"{name} is no local file; fetching it needs pip install 'aipc-swarm[export]'") from error
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "README.md"]
     try:
         # Files that `transformers` does not read are duplicates of the weights: original/, consolidated.safetensors.

@@ -145,11 +145,8 @@ def run_warm_up(engine: Engine, rules: StepRules, tokens: int) -> None:
 
 
 def all_finite(array: NDArray[np.float32]) -> bool:
-    """Whether all numbers are finite, without a temporary array.
-
-    If the sum is finite, all numbers are. Otherwise (the sum may have overflowed) maximum and minimum decide, which
-    are NaN if any number is.
-    """
+    """Whether all numbers are finite, without a temporary array: they are if their sum is. Otherwise, as the sum may
+    have overflowed, maximum and minimum decide, which are NaN if any number is."""
     with np.errstate(over="ignore", invalid="ignore"):
         if math.isfinite(np.add.reduce(array, axis=None)):
             return True

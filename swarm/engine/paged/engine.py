@@ -178,10 +178,7 @@ class PagedEngine:
         return output
 
     def _split(self, output: NDArray[np.float32], counts: Sequence[int]) -> list[StepResult]:
-        """The output of each step, or EngineError for steps with numbers that are not finite.
-
-        Raises EngineError if all steps have such numbers.
-        """
+        """Each step's output, or EngineError if its numbers are not finite. Raises EngineError if none's are."""
         parts = [output[begin:end] for begin, end in itertools.pairwise(_offsets(counts))]
         if all_finite(output):
             return list(parts)

@@ -38,9 +38,7 @@ class KvStore:
         # Axis 1 of the values is the block size. A quantized cache stores scales too, but not along this axis.
         sizes = {shape[1] for (_, kind), (shape, _) in layouts.items() if kind == "value"}
         if len(layouts) != 2 * len(span) or len(sizes) != 1:
-            raise EngineError(
-                f"the device declares {len(layouts)} paged caches for layers {span}: use --engine stateful"
-            )
+            raise EngineError(f"the device has {len(layouts)} paged caches for layers {span}: use --engine stateful")
         (size,) = sizes
         self.span = span
         self.pool = BlockPool(-(-tokens // size), size, max_cached=_MAX_CACHED_TOKENS // size)
