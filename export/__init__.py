@@ -1,5 +1,5 @@
-"""From a causal LM, as a GGUF file or an OpenVINO IR, to a model package.
+"""Exports a causal language model (GGUF file, OpenVINO IR or checkpoint) to a model package.
 
-`package.py` is where to start reading. The sources end in one form (`source.py`); `graph.py` finds
-the layers in it and `cut.py` cuts them out.
+Start reading at `request.py`. `package/from_graph.py` cuts a whole graph into parts (`sources/`, `graph/`);
+`package/from_checkpoint.py` makes the parts of a checkpoint one at a time (`checkpoint/`).
 """

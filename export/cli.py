@@ -1,4 +1,4 @@
-"""`swarm export`: a checkpoint, a GGUF file or an OpenVINO IR becomes a model package."""
+"""`swarm export`: writes a model package from a checkpoint, a GGUF file or an OpenVINO IR."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from export.progress import bars
+from export.progress import progress_bars
 from export.request import GROUP, Request
 from swarm.errors import ConfigError
 from swarm.model.manifest import Manifest
@@ -29,25 +29,25 @@ def export(
         Path, typer.Argument(help="A GGUF file, a directory with an OpenVINO IR or a checkpoint, or a hub id.")
     ],
     out: Annotated[Path | None, typer.Argument(help="The directory to write the package to.")] = None,
-    weights: Annotated[Weights, typer.Option(help="Their format; keep takes the source's.")] = "keep",
+    weights: Annotated[Weights, typer.Option(help="The format of the weights; keep: the source's.")] = "keep",
     group_size: Annotated[int, typer.Option(help="Numbers that share a scale in int4.")] = GROUP,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="int4 without zero points.")] = False,
     layers: Annotated[str | None, typer.Option(help="A:B: only these layers of a checkpoint, beside OUT.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an export of a checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an export of a checkpoint.")] = False,
     jobs: Annotated[int, typer.Option(min=1, max=64, help="Processes for a checkpoint, each with its memory.")] = 1,
-    name: Annotated[str | None, typer.Option(help="Its name in the swarm; otherwise that of SOURCE.")] = None,
-    licence: Annotated[str | None, typer.Option(help="Its licence; otherwise what SOURCE says.")] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name in the swarm; default: SOURCE's.")] = None,
+    licence: Annotated[str | None, typer.Option(help="The model's licence; default: SOURCE's.")] = None,
     static: Annotated[
         int | None,
-        typer.Option(metavar="CONTEXT", help="Also write graphs for NPUs, which attend to so many tokens."),
+        typer.Option(metavar="CONTEXT", help="Also write graphs for NPUs, which attend to this many tokens."),
     ] = None,
     chunk: Annotated[
-        int | None, typer.Option(metavar="C", help="How many tokens of a prompt those take at a time; usually 64.")
+        int | None, typer.Option(metavar="C", help="How many tokens of a prompt these graphs run at once; usually 64.")
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="First run the layers against SOURCE, if an IR.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="First compare the layers with SOURCE, if an IR.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Check the package SOURCE instead of writing one.")] = False,
     against: Annotated[Path | None, typer.Option(help="With --check: the checkpoint to compare with.")] = None,
-    no_beam_idx: Annotated[bool, typer.Option("--no-beam-idx", help="Leave the Gather out, to measure it.")] = False,
+    no_beam_idx: Annotated[bool, typer.Option("--no-beam-idx", help="Omit the Gather, to measure its use.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a package, or an unfinished one, at OUT.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -61,7 +61,7 @@ def export(
     if out is None:
         raise ConfigError("name OUT, the directory to write the package to (or --check, to check the package SOURCE)")
     if against is not None:
-        raise ConfigError("--against says what --check compares a package with: add --check")
+        raise ConfigError("--against names the checkpoint that --check compares a package with: add --check")
     request = Request(
         source=source,
         out=out,
@@ -78,13 +78,13 @@ def export(
         static=static,
         chunk=chunk,
     )
-    with bars(console) as report:
+    with progress_bars(console) as report:
         done = request.run(verify, report)
     if done.manifest is None:
         if as_json:
             typer.echo(json.dumps({"layers": layers, "partial": f"{out}.partial"}))
             return
-        console.print(f"layers {layers} are in {out}.partial: bring the others there and go on with --resume")
+        console.print(f"layers {layers} are in {out}.partial: add the other layers there and continue with --resume")
         return
     summary = _Summary.of(done.manifest, out, done.difference)
     if as_json:
@@ -94,29 +94,29 @@ def export(
 
 
 def _check(package: Path, against: Path | None, console: Console, as_json: bool) -> None:
-    from export.verify.check import PROMPT, check_package  # OpenVINO is not loaded for --help
+    from export.verify.check import PROMPT, check_package  # Imported here: --help must not load OpenVINO.
 
-    with bars(console) as report:
-        found = check_package(package, against, report)
+    with progress_bars(console) as progress:
+        report = check_package(package, against, progress)
     if as_json:
-        typer.echo(json.dumps(asdict(found)))
+        typer.echo(json.dumps(asdict(report)))
     else:
-        for part in found.parts:
+        for part in report.parts:
             if part.deviation is not None:
                 console.print(f"{part.part:10} deviates by {part.deviation:.2g} of what it adds")
-        console.print(f"{len(found.parts)} parts are whole, run, and have their attention fused: {found.digest[:12]}")
-        if (worst := found.worst) is not None:
-            console.print(f"worst: {worst.part} {worst.deviation:.2g}, its format explains {found.tolerance:g}")
-        console.print("too big to run here" if found.text is None else f"{PROMPT}{found.text}", soft_wrap=True)
-        if (choices := found.choices) is not None:
-            console.print(f"transformers chooses {choices.alike} of {choices.places} tokens of this text alike")
-    found.require()
+        console.print(f"{len(report.parts)} parts are intact, run, and have fused attention: {report.digest[:12]}")
+        if (worst := report.worst) is not None:
+            console.print(f"worst: {worst.part} {worst.deviation:.2g}, its format allows {report.tolerance:g}")
+        console.print("too big to run here" if report.text is None else f"{PROMPT}{report.text}", soft_wrap=True)
+        if (choices := report.choices) is not None:
+            console.print(f"transformers chooses the same token at {choices.alike} of {choices.places} positions")
+    report.require()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Summary:
-    """What was written. `bytes` on disk; `static_context` of the graphs for NPUs, None without; `max_difference`
-    of a logit, None if it was not verified."""
+    """A written package. `bytes`: its size on disk; `static_context`: that of its graphs for NPUs, if any;
+    `max_difference`: of a logit, None if not verified."""
 
     package: str
     name: str

@@ -1,4 +1,4 @@
-"""What a person sees of an export: for each thing that is done a bar, memory and time left."""
+"""Progress bars of an export: one for each stage, with memory and time left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from swarm.model.memory_footprint import in_words
 
 
 class _Memory(ProgressColumn):
-    """Resident memory of this process and of those that it started."""
+    """Resident memory of this process and its children."""
 
     max_refresh = 1.0
 
@@ -34,8 +34,8 @@ class _Memory(ProgressColumn):
 
 
 @contextmanager
-def bars(console: Console) -> Iterator[Report]:
-    """One bar for each thing that is reported; nothing at all, not even an empty line, where nothing is."""
+def progress_bars(console: Console) -> Iterator[Report]:
+    """Show one bar for each stage that is reported. Prints nothing at all if nothing is reported."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),

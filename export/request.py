@@ -1,4 +1,4 @@
-"""What `swarm export` was asked for, and which way leads there."""
+"""A request to `swarm export`, and the choice of the exporter for its source."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ GROUP = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class Done:
-    """`manifest` is None where only some layers were exported; `difference` of a logit, where it was verified."""
+class ExportResult:
+    """`manifest` is None if only some layers were exported; `difference`: of a logit, if verified."""
 
     manifest: Manifest | None
     difference: float | None = None
@@ -29,7 +29,7 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options of the command. `layers`, `resume` and `jobs` are for checkpoints alone."""
+    """The options of the command. `layers`, `resume` and `jobs` are for checkpoints only."""
 
     source: Path
     out: Path
@@ -46,19 +46,19 @@ class Request:
     static: int | None = None
     chunk: int | None = None
 
-    def run(self, verify: bool, progress: Progress) -> Done:
+    def run(self, verify: bool, progress: Progress) -> ExportResult:
         """Raises what `export.package.from_graph.export_package` and
         `export.package.from_checkpoint.export_checkpoint` raise."""
-        from export.checkpoint.checkpoint import fetch_checkpoint, is_checkpoint  # OpenVINO is not loaded for --help
+        from export.checkpoint.checkpoint import fetch_checkpoint, is_checkpoint  # Lazily, as all here, for --help.
 
         directory, origin = self.source, None
         if not self.source.exists() and _is_hub_id(self.source):
             progress(f"fetching {self.source}", 0, 0)
             directory, origin = fetch_checkpoint(str(self.source)), str(self.source)
         if directory.is_dir() and is_checkpoint(directory) and not (directory / "openvino_model.xml").is_file():
-            return Done(manifest=self._from_checkpoint(directory, origin, verify, progress))
+            return ExportResult(manifest=self._from_checkpoint(directory, origin, verify, progress))
         if self.layers is not None or self.resume or self.jobs > 1:
-            raise ConfigError(f"--layers, --resume and --jobs are for checkpoints; {self.source} is cut in one go")
+            raise ConfigError(f"--layers, --resume and --jobs are for checkpoints, which {self.source} is not")
         return self._from_graph(verify, progress)
 
     def _from_checkpoint(
@@ -88,7 +88,7 @@ class Request:
             progress=progress,
         )
 
-    def _from_graph(self, verify: bool, progress: Progress) -> Done:
+    def _from_graph(self, verify: bool, progress: Progress) -> ExportResult:
         from export.package.from_graph import export_package
         from export.verify.against_graph import require_exact, verify_package
 
@@ -112,7 +112,7 @@ class Request:
             check=check if verify else None,
             progress=progress,
         )
-        return Done(manifest=manifest, difference=differences[0] if differences else None)
+        return ExportResult(manifest=manifest, difference=differences[0] if differences else None)
 
     def _static(self) -> StaticSpec | None:
         from export.graph.static import static_spec

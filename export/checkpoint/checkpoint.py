@@ -19,7 +19,7 @@ _MAX_HEADER = 100 << 20  # safetensors' own limit
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """Where a tensor is, and what: `dtype` as safetensors writes it (BF16, F32 ...), `size` in bytes."""
+    """A tensor's file, type and shape: `dtype` as safetensors writes it (BF16, F32 ...), `size` in bytes."""
 
     file: Path
     dtype: str
@@ -29,7 +29,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """`config` is config.json as it stands; `tensors` all of them, in no file's order."""
+    """`config` is the content of config.json; `tensors` are those of all files, by name."""
 
     directory: Path
     config: Mapping[str, Any]
@@ -37,7 +37,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: Path) -> Checkpoint:
-        """Read the config and the files' headers. Raises PackageError for what is missing, DamagedFile."""
+        """Read the config and the files' headers. Raises PackageError for missing files, DamagedFile."""
         config = read_json(directory / CONFIG)
         if not config:
             raise PackageError(f"{directory / CONFIG} does not exist: name a directory with a model's checkpoint")
@@ -47,7 +47,7 @@ class Checkpoint:
         return cls(directory=directory, config=config, tensors=tensors)
 
     def read(self, names: Iterable[str]) -> dict[str, Any]:
-        """name -> torch tensor over the mapped file: no copy. Raises PackageError naming those that are missing."""
+        """name -> torch tensor over the mapped file, without a copy. Raises PackageError naming missing tensors."""
         import safetensors
 
         wanted = list(names)
@@ -73,37 +73,37 @@ def is_checkpoint(directory: Path) -> bool:
 
 
 def fetch_checkpoint(name: str) -> Path:
-    """Get the checkpoint `name` from the model hub, or find it in the hub's cache.
+    """Download the checkpoint `name` from the model hub, or find it in the hub's cache.
 
-    Raises ConfigError where it is no hub id, or the hub does not give it.
+    Raises ConfigError if it is not a hub id, or cannot be downloaded.
     """
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise ConfigError(f"{name} is no file here, and fetching it needs pip install 'aipc-swarm[export]'") from error
+        raise ConfigError(f"{name} is no local file; fetching it needs pip install 'aipc-swarm[export]'") from error
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "README.md"]
     try:
-        # what `transformers` does not read is the same weights again: original/, consolidated.safetensors
+        # Files that `transformers` does not read are duplicates of the weights: original/, consolidated.safetensors.
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"{name} is neither a file or directory here nor a model that the hub gives ({last_line(error)}): "
+            f"{name} is neither a local file or directory nor available from the hub ({last_line(error)}): "
             "name a GGUF file, a directory, or a hub id OWNER/MODEL"
         ) from error
 
 
 def _files(directory: Path) -> list[Path]:
-    """Those that the index names; without one `model.safetensors`, for others beside it hold the same again."""
-    named, whole = read_json(directory / _INDEX).get("weight_map"), directory / "model.safetensors"
-    if isinstance(named, dict):
-        files = sorted({directory / Path(str(name)).name for name in named.values()})
+    """The files that the index names; without an index only `model.safetensors`: others duplicate its weights."""
+    index, single = read_json(directory / _INDEX).get("weight_map"), directory / "model.safetensors"
+    if isinstance(index, dict):
+        files = sorted({directory / Path(str(name)).name for name in index.values()})
     else:
-        files = [whole] if whole.is_file() else sorted(directory.glob("*.safetensors"))
+        files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
         raise PackageError(
             f"{directory} lacks {', '.join(missing[:3]) or 'its weights, *.safetensors'}: fetch the checkpoint again "
-            "(one of *.bin files only has to be saved as safetensors first)"
+            "(a checkpoint of *.bin files must be saved as safetensors first)"
         )
     return files
 

@@ -1,4 +1,4 @@
-"""Which families of checkpoints can be exported, and why others cannot. docs/models.md shows this table."""
+"""The table of families of checkpoints: which can be exported, and why others cannot. docs/models.md shows it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _SHARED_KV = "its later layers read the keys and values of an earlier layer, and
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """`needs` is what its layers have beside a plain decoder's; `refused` the reason, empty where it is right.
+    """`needs`: features of its layers beyond a plain decoder; `refused`: why it cannot be exported, else empty.
 
-    `lifts` says that optimum-intel's own limit on transformers' version is lifted, because the tests
-    compare this family with transformers as it is installed.
+    `lift_version_limit`: ignore optimum-intel's own limit on transformers' version, because the tests compare this
+    family with the installed transformers.
     """
 
     needs: str
     refused: str = ""
-    lifts: bool = False
+    lift_version_limit: bool = False
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -32,7 +32,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(needs="explicit head size, QK norm"),
     "qwen3_moe": Family(needs="explicit head size, QK norm; experts in some layers"),
     "phi3": Family(needs="fused projections; longrope, whose factors depend on the length so far"),
-    "gemma3_text": Family(needs="scaled embedding; two rotary bases, window pattern", lifts=True),
+    "gemma3_text": Family(needs="scaled embedding; two rotary bases, window pattern", lift_version_limit=True),
     "gpt_oss": Family(needs="attention sinks, experts, window pattern"),
     "granite": Family(needs="multipliers of embedding, attention, residual and logits"),
     "olmo2": Family(needs="norms behind attention and MLP, norm over all heads"),
@@ -51,21 +51,21 @@ FAMILIES: Mapping[str, Family] = {
 def check_family(config: Mapping[str, Any], versions: Mapping[str, str]) -> Family:
     """The family of a config.json.
 
-    A family that is not in the table is tried: its first layer of each kind is compared with transformers
+    A family that is not in the table is accepted: its first layer of each kind is compared with transformers
     before anything is written. Raises UnsupportedModel with the reason and the installed versions.
     """
     kind = str(config.get("model_type") or "")
     family = FAMILIES.get(kind, Family(needs="not known here"))
     if family.refused:
-        raise UnsupportedModel(f"{kind} cannot be exported: {family.refused} ({described(versions)})")
+        raise UnsupportedModel(f"{kind} cannot be exported: {family.refused} ({format_versions(versions)})")
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method", "quantized") if isinstance(quantized, dict) else quantized
         raise UnsupportedModel(
             f"the checkpoint's weights are quantized already ({method}): take the model's 16-bit checkpoint, or a "
-            f"GGUF file or an OpenVINO IR of it ({described(versions)})"
+            f"GGUF file or an OpenVINO IR of it ({format_versions(versions)})"
         )
     return family
 
 
-def described(versions: Mapping[str, str]) -> str:
+def format_versions(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {versions[name]}" for name in ("transformers", "optimum-intel", "openvino"))

@@ -1,8 +1,8 @@
-"""A Hugging Face model cut down to one of its layers: its config, and the weights for it.
+"""A Hugging Face model reduced to one of its layers: its config and its weights.
 
-The layer keeps everything that its place gives it: what a config says layer by layer is sliced, and what a layer
-asks by its number is answered for the number 0. The vocabulary shrinks to a few tokens, so that embedding and head,
-which every traced model has, weigh nothing.
+The layer keeps the settings of its position: config lists with one entry per layer are sliced, and settings by layer
+number are rewritten for layer 0. The vocabulary shrinks to a few tokens, so that embedding and head, which every traced
+model has, take hardly any memory.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from functools import cached_property
 from typing import Any
 
 from export.checkpoint.checkpoint import Checkpoint
-from export.checkpoint.families import described
+from export.checkpoint.families import format_versions
 from export.checkpoint.torch_stack import load_transformers, quiet, versions
 from export.sources.source import last_line
 from swarm.errors import DamagedFile, PackageError, UnsupportedModel
 
 TINY_VOCABULARY = 48
-# Lists with one entry a layer are sliced; these hold layer numbers instead.
+# Lists with one entry per layer are sliced; these lists contain layer numbers instead.
 _BY_NUMBER = ("mlp_only_layers",)
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """What transformers says of a checkpoint's model: its config object, its class, where its layers are."""
+    """A checkpoint's model in transformers: its config object, its class, and the location of its layers."""
 
     checkpoint: Checkpoint
     config: Any
@@ -37,17 +37,17 @@ class Decoder:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Decoder:
-        """Raises UnsupportedModel where transformers knows no causal language model of this type, PackageError for a
-        config.json that it cannot read. Code that came with the checkpoint is not run, and not asked for.
+        """Raises UnsupportedModel if transformers has no causal language model of this type, PackageError for a
+        config.json that it cannot read. Code in the checkpoint is never run.
         """
         transformers = load_transformers()
-        from huggingface_hub.errors import StrictDataclassError  # a value of another type than the config's
+        from huggingface_hub.errors import StrictDataclassError  # raised for a config value of a wrong type
 
         kind = str(checkpoint.config.get("model_type") or "")
         if kind not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
             raise UnsupportedModel(
                 f"transformers has no models of the type {kind!r}, and code from {checkpoint.directory} is not run: "
-                f"take a GGUF file or an OpenVINO IR of the model ({described(versions())})"
+                f"take a GGUF file or an OpenVINO IR of the model ({format_versions(versions())})"
             )
         try:
             with quiet():
@@ -62,7 +62,7 @@ class Decoder:
                 f"transformers {transformers.__version__} has no causal language model for "
                 f"{checkpoint.config.get('model_type')!r}: only text models can be exported"
             )
-        config.name_or_path = ""  # where the checkpoint lies on this machine is no part of the model
+        config.name_or_path = ""  # The local path is not part of the model.
         return cls(checkpoint, config, known[type(config)])
 
     @property
@@ -78,11 +78,11 @@ class Decoder:
             model = self.model_class(self.one_layer(0))
         lists = [name for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
         if not lists:
-            raise UnsupportedModel(f"{self.model_class.__name__} has no list of layers that could be taken apart")
+            raise UnsupportedModel(f"{self.model_class.__name__} has no list of layers and cannot be split into layers")
         return str(min(lists, key=lambda name: name.count(".")))
 
     def one_layer(self, layer: int, *, vocabulary: int = TINY_VOCABULARY) -> Any:
-        """The config of a model with layer `layer` alone and a vocabulary of `vocabulary` tokens."""
+        """The config of a model with only layer `layer` and a vocabulary of `vocabulary` tokens."""
         config = copy.deepcopy(self.config)
         for name, value in list(vars(config).items()):
             if isinstance(value, (list, tuple)) and len(value) == self.layers and name not in _BY_NUMBER:
@@ -97,43 +97,43 @@ class Decoder:
         return config
 
     def kind(self, layer: int) -> str:
-        """Equal for layers of one structure, which one traced graph can serve."""
-        named = self._named(layer)
+        """A key that is equal for layers of equal structure, which can share a traced graph."""
+        named = self._tensor_names(layer)
         shapes = {new: [self.checkpoint.tensors[old].dtype, *self.checkpoint.tensors[old].shape] for new, old in named}
         return json.dumps([self.one_layer(layer).to_dict(), shapes], sort_keys=True, default=str)
 
     def require_separable(self) -> None:
-        """Compare what each layer is told at its place with what it is told alone; no weight is made for it.
+        """Check that each layer has the same settings in the whole model as in a model of this layer alone.
 
-        Raises UnsupportedModel naming what differs: such a layer would be another one in a model of its own, and
-        comparing it with transformers, which is done one layer at a time, would not show it.
+        No weights are allocated. Raises UnsupportedModel naming a setting that differs: such a layer would compute
+        something else on its own, and the comparison with transformers, one layer at a time, would not detect it.
         """
         import torch
 
-        alone: dict[str, dict[str, object]] = {}
+        single: dict[str, dict[str, object]] = {}
         with quiet(), torch.device("meta"):
             stack = self.model_class(self.config).get_submodule(self.stack)
             for layer in range(self.layers):
                 config = self.one_layer(layer)
                 key = json.dumps(config.to_dict(), sort_keys=True, default=str)
-                if key not in alone:
-                    alone[key] = _settings(self.model_class(config).get_submodule(self.stack)[0])
-                there = _settings(stack[layer])
-                for name in sorted(there.keys() | alone[key].keys()):
-                    found, expected = there.get(name), alone[key].get(name)
+                if key not in single:
+                    single[key] = _settings(self.model_class(config).get_submodule(self.stack)[0])
+                whole = _settings(stack[layer])
+                for name in sorted(whole.keys() | single[key].keys()):
+                    found, expected = whole.get(name), single[key].get(name)
                     is_number = type(found) is int and (found, expected) == (layer, 0)
                     if found != expected and not is_number:
                         raise UnsupportedModel(
-                            f"{self.config.model_type}: {name} is {found} in layer {layer} and would be {expected} in "
-                            f"a model of this layer alone, so that it cannot be exported on its own "
-                            f"({described(versions())})"
+                            f"{self.config.model_type}: {name} is {found} in layer {layer} but {expected} in a model "
+                            "of this layer alone: the layer cannot be exported on its own "
+                            f"({format_versions(versions())})"
                         )
 
-    def places(self, names: Iterable[str], *, head: bool = False) -> dict[str, str]:
-        """name -> under which name the checkpoint has that tensor, for tensors outside the layers.
+    def checkpoint_names(self, names: Iterable[str], *, head: bool = False) -> dict[str, str]:
+        """name -> the checkpoint's name of that tensor, for tensors outside the layers.
 
-        A tied one may be there under the other's name. Where both are there, the `head` takes its own, as transformers
-        does. Raises PackageError naming those that are missing.
+        A tied tensor may be stored under the other's name. If both are stored, the `head` uses its own, as transformers
+        does. Raises PackageError naming missing tensors.
         """
         ties: dict[str, str] = {}
         if getattr(self.config, "tie_word_embeddings", False):
@@ -141,45 +141,45 @@ class Decoder:
         found, missing = {}, []
         for name in names:
             tied = [other for pair in ties.items() if name in pair for other in pair if other != name]
-            own = sorted([name, *tied], key=lambda other: other not in ties) if head else [name, *tied]
-            place = next((other for other in own if other in self.checkpoint.tensors), None)
-            if place is None:
+            candidates = sorted([name, *tied], key=lambda other: other not in ties) if head else [name, *tied]
+            stored = next((other for other in candidates if other in self.checkpoint.tensors), None)
+            if stored is None:
                 missing.append(name)
             else:
-                found[name] = place
+                found[name] = stored
         if missing:
             raise PackageError(f"{self.checkpoint.directory} lacks {', '.join(sorted(missing))}: fetch it again")
         return found
 
     @cached_property
     def outer_tensors(self) -> list[str]:
-        """The names in the checkpoint of what belongs to no layer."""
-        return [name for name in sorted(self.checkpoint.tensors) if not self._number(name)]
+        """The checkpoint's names of the tensors outside the layers."""
+        return [name for name in sorted(self.checkpoint.tensors) if not self._match_layer(name)]
 
     def layer_tensors(self, layer: int) -> list[str]:
-        """The names in the checkpoint of what belongs to a layer. Raises PackageError where there is nothing."""
-        return [old for _, old in self._named(layer)]
+        """The checkpoint's names of a layer's tensors. Raises PackageError if there are none."""
+        return [old for _, old in self._tensor_names(layer)]
 
     def load_layer(
-        self, layer: int, *, exact: bool = False, ends: bool = False, vocabulary: int = TINY_VOCABULARY
+        self, layer: int, *, exact: bool = False, with_ends: bool = False, vocabulary: int = TINY_VOCABULARY
     ) -> Any:
-        """A transformers model with the layer's weights, over the mapped files where their layout is the model's.
+        """A transformers model of the layer. Its weights are not copied from the mapped files if their layout fits.
 
-        `exact` makes it f32, eager, ready to be compared with; else weights keep the checkpoint's type. With `ends` it
-        has the true embedding, last norm and head too, of the first `vocabulary` tokens. Raises DamagedFile,
-        PackageError where weights do not fit the config.
+        `exact` makes it f32 and eager, as a reference; else weights keep their type. `with_ends` adds the real
+        embedding, last norm and head, for `vocabulary` tokens. Raises DamagedFile or PackageError if weights do
+        not fit the config.
         """
         import torch
 
-        state = self.checkpoint.read(old for _, old in self._named(layer))
-        state = {new: state[old] for new, old in self._named(layer)}
-        if ends:
+        state = self.checkpoint.read(old for _, old in self._tensor_names(layer))
+        state = {new: state[old] for new, old in self._tensor_names(layer)}
+        if with_ends:
             outer = self.checkpoint.read(self.outer_tensors)
             state |= {name: first_rows(tensor, self.config.vocab_size, vocabulary) for name, tensor in outer.items()}
         dtype = torch.float32 if exact else widest(tensor.dtype for tensor in state.values())
         try:
             with quiet():
-                model, told = self.model_class.from_pretrained(
+                model, loading = self.model_class.from_pretrained(
                     None,
                     config=self.one_layer(layer, vocabulary=vocabulary),
                     state_dict=state,
@@ -192,44 +192,44 @@ class Decoder:
                 f"layer {layer} of {self.checkpoint.directory} does not fit its config.json ({last_line(error)}): "
                 "fetch the checkpoint again"
             ) from error
-        wrong = [str(key) for what in ("missing_keys", "mismatched_keys") for key in told[what]]
-        wrong = [key for key in wrong if ends or f"{self.stack}." in key]
-        more = [key for key in map(str, told["unexpected_keys"]) if f"{self.stack}." in key]
-        if wrong or more:
+        lacking = [str(key) for kind in ("missing_keys", "mismatched_keys") for key in loading[kind]]
+        lacking = [key for key in lacking if with_ends or f"{self.stack}." in key]
+        unexpected = [key for key in map(str, loading["unexpected_keys"]) if f"{self.stack}." in key]
+        if lacking or unexpected:
             raise PackageError(
-                f"layer {layer} of {self.checkpoint.directory} lacks {', '.join(wrong[:3]) or 'nothing'} and has "
-                f"{', '.join(more[:3]) or 'nothing'} too many for a {self.config.model_type}"
+                f"layer {layer} of {self.checkpoint.directory} does not fit a {self.config.model_type}: it lacks "
+                f"{', '.join(lacking[:3]) or 'nothing'} and also has {', '.join(unexpected[:3]) or 'nothing'}"
             )
         return model.eval()
 
-    def _named(self, layer: int) -> list[tuple[str, str]]:
+    def _tensor_names(self, layer: int) -> list[tuple[str, str]]:
         """(name in the one-layer model, name in the checkpoint) of each tensor."""
         if layer not in self._by_layer:
             raise PackageError(
-                f"{self.checkpoint.directory} has no tensors {self.stack}.{layer}.*: the checkpoint is not whole"
+                f"{self.checkpoint.directory} has no tensors {self.stack}.{layer}.*: the checkpoint is incomplete"
             )
         return self._by_layer[layer]
 
     @cached_property
     def _by_layer(self) -> dict[int, list[tuple[str, str]]]:
-        """`_named` of all layers. Models of many experts have tens of thousands of tensors."""
+        """`_tensor_names` of all layers, cached: models with many experts have tens of thousands of tensors."""
         found: dict[int, list[tuple[str, str]]] = {}
         for name in sorted(self.checkpoint.tensors):
-            if match := self._number(name):
+            if match := self._match_layer(name):
                 found.setdefault(int(match[1]), []).append((f"{self.stack}.0.{match[2]}", name))
         return found
 
-    def _number(self, name: str) -> re.Match[str] | None:
+    def _match_layer(self, name: str) -> re.Match[str] | None:
         return re.fullmatch(rf"{re.escape(self.stack)}\.(\d+)\.(.+)", name)
 
 
 def first_rows(tensor: Any, rows: int, count: int) -> Any:
-    """The first `count` rows of what has `rows`, one for each token; anything else as it is."""
+    """The first `count` rows of a tensor with `rows` rows, one for each token; other tensors unchanged."""
     return tensor[:count] if tensor.dim() and len(tensor) == rows else tensor
 
 
 def _settings(layer: Any) -> dict[str, object]:
-    """What a layer's modules are, and the plain values that they were told."""
+    """The classes of a layer's modules, and the plain values among their attributes."""
     found: dict[str, object] = {}
     for path, module in layer.named_modules():
         found[path or "the layer"] = type(module).__name__
@@ -240,7 +240,7 @@ def _settings(layer: Any) -> dict[str, object]:
 
 
 def widest(dtypes: Any) -> Any:
-    """The floating type that holds all of them exactly."""
+    """A floating type that represents all of `dtypes` exactly."""
     import torch
 
     found = {dtype for dtype in dtypes if dtype.is_floating_point}

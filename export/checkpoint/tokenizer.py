@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint as the graphs that openvino_genai reads."""
+"""Converts the tokenizer of a checkpoint to the graphs that openvino_genai reads."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _COUNTED = re.compile(r"(Parameter|Result)_\d+")
 
 
 def write_tokenizer(checkpoint: Path, package: Path) -> tuple[Path, ...]:
-    """Write the tokenizer of `checkpoint` into `package`, and give the files.
+    """Write the tokenizer of `checkpoint` into `package`, and return its files.
 
-    Graphs that are there already are taken. Raises PackageError where there is no tokenizer, or one that
-    openvino_tokenizers cannot convert.
+    Graphs in the checkpoint are copied. Raises PackageError if there is no tokenizer, or openvino_tokenizers cannot
+    convert it.
     """
     for name in TOKENIZER_EXTRAS:
         if (checkpoint / name).is_file():
@@ -47,16 +47,16 @@ def _convert(checkpoint: Path, package: Path) -> None:
             ov.save_model(graph, package / f"{name}.xml")
     except (ImportError, OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         raise PackageError(
-            f"the tokenizer of {checkpoint} cannot be converted ({last_line(error)}): put the files that "
-            "`convert_tokenizer MODEL --with-detokenizer -o DIRECTORY` writes beside the checkpoint"
+            f"the tokenizer of {checkpoint} cannot be converted ({last_line(error)}): put the output of "
+            "`convert_tokenizer MODEL --with-detokenizer -o DIRECTORY` into the checkpoint's directory"
         ) from error
 
 
 def _name(graph: Any, name: str) -> None:
-    """Names are made by a process-wide counter; a file must not depend on what ran before."""
+    """Rename graph, ops and ports. The default names contain a process-wide counter; files must not depend on it."""
     graph.set_friendly_name(name)
     name_new_ops(graph, name, set())
     for kind, ports in (("input", graph.inputs), ("output", graph.outputs)):
         for number, port in enumerate(ports):
-            given = {name for name in port.get_names() if not _COUNTED.fullmatch(name)}
-            port.tensor.set_names(given or {f"{name}_{kind}_{number}"})
+            names = {name for name in port.get_names() if not _COUNTED.fullmatch(name)}
+            port.tensor.set_names(names or {f"{name}_{kind}_{number}"})

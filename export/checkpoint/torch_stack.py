@@ -1,4 +1,4 @@
-"""torch, transformers and optimum-intel, loaded when a checkpoint is exported and not before."""
+"""Loads torch, transformers and optimum-intel, only when a checkpoint is exported."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from swarm.errors import ConfigError
 NEEDED = ("torch", "transformers", "optimum-intel", "safetensors", "nncf")
 
 
-@functools.cache  # each is read from a file, and each part of a package names them
+@functools.cache  # Versions are read from files, and needed for each part of a package.
 def versions() -> Mapping[str, str]:
-    """Of what a package depends on beside the checkpoint. Raises ConfigError naming what is not installed."""
+    """The versions of the libraries that affect a package. Raises ConfigError naming one that is not installed."""
     try:
         return {name: version(name) for name in (*NEEDED, "openvino")}
     except PackageNotFoundError as error:
@@ -29,7 +29,7 @@ def versions() -> Mapping[str, str]:
 
 
 def load_transformers() -> ModuleType:
-    """Import transformers. Raises ConfigError where it, or what it needs, cannot be imported."""
+    """Import transformers. Raises ConfigError if it, or a library that it needs, cannot be imported."""
     versions()
     _hide_broken_torchvision()
     try:
@@ -41,9 +41,9 @@ def load_transformers() -> ModuleType:
 
 
 def _hide_broken_torchvision() -> None:
-    """optimum-intel brings torchvision, which works only beside the build of torch that it was made for.
+    """Mark torchvision, which optimum-intel installs, as not installed if its build does not match torch's.
 
-    Beside another its import fails, and that of transformers with it. None marks it as not installed.
+    Its import, and with it that of transformers, would fail. None in `sys.modules` marks it as not installed.
     """
     try:
         builds = {version(name).partition("+")[2] for name in ("torch", "torchvision")}
@@ -55,7 +55,7 @@ def _hide_broken_torchvision() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What transformers and the tracer say of every layer is meant for who writes models, not for who exports one."""
+    """Suppress the messages of transformers and the tracer, which are meant for authors of models."""
     loggers = [logging.getLogger(name) for name in ("transformers", "optimum", "nncf", "openvino")]
     levels = [logger.level for logger in loggers]
     try:

@@ -1,9 +1,9 @@
-"""The graph of a one-layer model, traced once for all layers of its kind, and put to work with any layer's weights.
+"""Traces the graph of a one-layer model once for all layers of equal structure, and inserts each layer's weights.
 
-Tracing takes longer than all else, and only the weights differ between layers of one structure. So the model
-that is traced has random numbers for weights: each constant of the graph that holds one of its tensors is known by
-its numbers, and is later replaced by that tensor of any layer. A constant that depends on weights in another way
-is left as it is, and shows when a layer of each kind is compared with transformers (`export.verify.reference`).
+Tracing is the slowest stage, and layers of equal structure differ only in their weights. The traced model therefore
+has random weights. A constant of the graph that holds one of its tensors is recognized by its numbers, and is later
+replaced by the same tensor of any layer. A constant that depends on weights in another way is not replaced; the
+comparison of a layer of each structure with transformers detects it (`export.verify.reference`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _PROBE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What a constant holds: the tensor `name`, or the `index`-th of `pieces` equal pieces along `axis`; with its last
-    two axes exchanged where `transposed`; one more than it where `plus_one`."""
+    """The content of a constant: the tensor `name`, or the `index`-th of `pieces` equal pieces along `axis`; with its
+    last two axes exchanged if `transposed`; plus 1 if `plus_one`."""
 
     name: str
     axis: int = 0
@@ -40,12 +40,12 @@ class Origin:
     plus_one: bool = False
 
     def of(self, tensor: Any) -> Any:
-        """The torch tensor that the constant holds, where the whole is `tensor`."""
+        """The content of the constant, computed from the whole `tensor`."""
         view = self.view(tensor)
         return view.float() + 1.0 if self.plus_one else view.contiguous()
 
     def view(self, tensor: Any) -> Any:
-        """The same without the addition, and without a copy."""
+        """The same without the addition, as a view."""
         if self.pieces > 1:
             tensor = tensor.chunk(self.pieces, dim=self.axis)[self.index]
         return tensor.transpose(-1, -2) if self.transposed else tensor
@@ -53,7 +53,7 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """An IR with weights that mean nothing; `origins` says by friendly name which constants they are."""
+    """An IR with random weights; `origins` maps friendly names of constants to the tensors that they hold."""
 
     ir: Path
     origins: Mapping[str, Origin]
@@ -62,7 +62,7 @@ class Template:
 def trace(model_class: Any, config: Any, family: Family, ir: Path) -> Template:
     """Trace a model of `config` (one layer) with random weights, and write it to `ir`.
 
-    Raises UnsupportedModel where optimum-intel does not export the type, or the tracing fails.
+    Raises UnsupportedModel if optimum-intel does not export the type, or tracing fails.
     """
     import torch
 
@@ -85,13 +85,13 @@ def _export(model: Any, config: Any, family: Family, ir: Path) -> None:
     make = known.get("text-generation-with-past")
     if make is None:
         raise UnsupportedModel(f"optimum-intel does not export models of the type {config.model_type}")
-    # as `optimum-cli export openvino --task text-generation-with-past` does; the class itself lets the limit be lifted
+    # Like `optimum-cli export openvino --task text-generation-with-past`, except that the version limit can be lifted.
     settings = make(config, use_past=True, use_past_in_inputs=True, int_dtype="int64", float_dtype="fp32")
-    if family.lifts:
+    if family.lift_version_limit:
         settings.MAX_TRANSFORMERS_VERSION = None
     try:
         export(model, settings, ir, stateful=True, library_name="transformers")
-    # Foreign code for a foreign architecture: where it was not made for it, it fails in any of these ways.
+    # For an architecture that it was not written for, the library fails with any of these errors.
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, NotImplementedError) as error:
         raise UnsupportedModel(f"{config.model_type} cannot be traced by optimum-intel: {last_line(error)}") from error
 
@@ -102,21 +102,21 @@ def _find_origins(ir: Path, markers: Mapping[str, Any]) -> dict[str, Origin]:
     for node in ov.Core().read_model(ir).get_ops():
         if node.get_type_name() != "Constant" or node.output(0).element_type != ov.Type.f32:
             continue
-        held = node.data.reshape(-1)
-        probe = held[:_PROBE].tobytes() + held[-_PROBE:].tobytes()
-        if (origin := candidates.get((held.size, probe))) is not None:
+        data = node.data.reshape(-1)
+        probe = data[:_PROBE].tobytes() + data[-_PROBE:].tobytes()
+        if (origin := candidates.get((data.size, probe))) is not None:
             origins[node.get_friendly_name()] = origin
     return origins
 
 
 def _candidates(markers: Mapping[str, Any]) -> dict[tuple[int, bytes], Origin]:
-    """Every form in which a tensor may stand in a graph, by its size and its first and last numbers."""
+    """All forms in which a graph may hold a tensor, by size and first and last numbers."""
     found: dict[tuple[int, bytes], Origin] = {}
     for name, whole in markers.items():
         if not whole.is_floating_point():
             continue
         origins = [Origin(name=name), Origin(name=name, plus_one=True)]
-        # optimum-intel takes fused matrices of experts apart
+        # optimum-intel splits fused matrices of experts.
         for axis in range(whole.dim() if whole.dim() > 1 else 0):
             for pieces in (2, 3):
                 if whole.shape[axis] % pieces == 0:
@@ -125,36 +125,36 @@ def _candidates(markers: Mapping[str, Any]) -> dict[tuple[int, bytes], Origin]:
             origins += [replace(origin, transposed=True) for origin in origins]
         for origin in origins:
             view = origin.view(whole)
-            found.setdefault((view.numel(), _ends(view, plus=1.0 if origin.plus_one else 0.0)), origin)
+            found.setdefault((view.numel(), _probe_bytes(view, plus=1.0 if origin.plus_one else 0.0)), origin)
     return found
 
 
-def _ends(view: Any, plus: float) -> bytes:
-    """The first and the last numbers of a view, in the order of a copy that is not made."""
+def _probe_bytes(view: Any, plus: float) -> bytes:
+    """The first and the last numbers of a view, in the order of a contiguous copy, without making that copy."""
     count, size = min(_PROBE, view.numel()), view.numel()
-    places = np.concatenate([np.arange(count), np.arange(size - count, size)])
-    numbers = view[tuple(np.unravel_index(places, tuple(view.shape)))]
+    indices = np.concatenate([np.arange(count), np.arange(size - count, size)])
+    numbers = view[tuple(np.unravel_index(indices, tuple(view.shape)))]
     return bytes((numbers.float() + plus).numpy().tobytes() if plus else numbers.numpy().tobytes())
 
 
 def put_weights(model: ov.Model, origins: Mapping[str, Origin], tensors: Mapping[str, Any]) -> list[Any]:
-    """Replace the constants that `origins` names by those of `tensors`, which stay where they are in memory.
+    """Replace the constants in `origins` by `tensors`, without copying their memory.
 
-    16-bit tensors keep their type and are converted to f32 by the graph. Returns what must live as long
-    as the model does.
+    16-bit tensors keep their type; the graph converts them to f32. Returns the owners of the memory, which must live
+    as long as the model.
     """
-    alive: list[Any] = []
+    buffers: list[Any] = []
     for node in model.get_ordered_ops():
         origin = origins.get(node.get_friendly_name()) if node.get_type_name() == "Constant" else None
         if origin is None:
             continue
         tensor = origin.of(tensors[origin.name])
         shape = _shape(list(node.output(0).shape), list(tensor.shape))
-        new, held = _constant(tensor, shape)
-        alive.append(held)
+        new, data = _constant(tensor, shape)
+        buffers.append(data)
         node.output(0).replace(new.output(0))
     model.validate_nodes_and_infer_types()
-    return alive
+    return buffers
 
 
 def origin_names(model: ov.Model, origins: Mapping[str, Origin]) -> set[str]:
@@ -164,7 +164,7 @@ def origin_names(model: ov.Model, origins: Mapping[str, Origin]) -> set[str]:
 
 
 def _shape(traced: list[int], true: list[int]) -> list[int]:
-    """Constants gain axes of length 1 on the way; those of embedding and head grow to the true vocabulary."""
+    """The shape of a new constant: traced ones may have extra axes of length 1 and have a shorter vocabulary."""
     if math.prod(traced) == math.prod(true):
         return traced
     return [1] * (len(traced) - len(true)) + true
@@ -178,6 +178,6 @@ def _constant(tensor: Any, shape: list[int]) -> tuple[Any, Any]:
         raise UnsupportedModel(f"weights of the type {tensor.dtype} cannot be exported; f32, bf16 and f16 can")
     kind = kinds[tensor.dtype]
     bits = tensor.view(torch.int16).numpy() if kind == ov.Type.bf16 else tensor.numpy()
-    held = ov.Tensor(bits.reshape(-1), ov.Shape(shape), kind)
-    constant = op.constant(held, shared_memory=True)
-    return (constant if kind == ov.Type.f32 else op.convert(constant, "f32")), (bits, held)
+    data = ov.Tensor(bits.reshape(-1), ov.Shape(shape), kind)
+    constant = op.constant(data, shared_memory=True)
+    return (constant if kind == ov.Type.f32 else op.convert(constant, "f32")), (bits, data)

@@ -1,1 +1,1 @@
-"""Operations on graphs: finding layers, cutting, compressing, adding state, fixing shapes."""
+"""Operations on graphs: find layers, cut, compress, add state, fix shapes."""

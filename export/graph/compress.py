@@ -1,4 +1,4 @@
-"""The format of a graph's weights: what it is, and making it smaller."""
+"""Detects and compresses the format of a graph's weights."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ GROUP = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """`weights` is one of CHOICES. Of int4: `group` numbers share a scale (fewer where the width is no multiple of
-    it); `symmetric` leaves out the zero point, which is faster on some devices and less exact.
+    """A format of weights; `weights` is one of CHOICES.
 
-    Raises ConfigError where that cannot be, or nncf is needed and not there.
+    For int4: `group` numbers share a scale (fewer if the width is not a multiple of it); `symmetric` has no zero
+    point, which is faster on some devices and less exact.
+
+    Raises ConfigError for invalid values, or if nncf is needed and not installed.
     """
 
     weights: str = KEEP
@@ -38,28 +40,28 @@ class Format:
         if self.weights != INT4 and (self.group != GROUP or self.symmetric):
             raise ConfigError(f"--group-size and --symmetric are for --weights {INT4}, not {self.weights}")
         if not 16 <= self.group <= 4096 or self.group & (self.group - 1):
-            raise ConfigError(f"--group-size {self.group} is none of 16, 32, 64, 128 ... 4096")
+            raise ConfigError(f"--group-size is {self.group}; it must be 16, 32, 64, 128 ... or 4096")
         if self.weights in (INT8, INT4):
             _nncf()
 
     def __str__(self) -> str:
-        """As the manifest says it: int4, int4-sym-g64."""
+        """The format as in the manifest: int4, int4-sym-g64."""
         sym = "-sym" if self.symmetric else ""
         return self.weights + sym + (f"-g{self.group}" if self.group != GROUP else "")
 
 
 def weight_format(model: ov.Model) -> str:
-    """The format in which most numbers of a graph's constants are stored: int4, int8, f16, bf16, f32 ..."""
-    held: Counter[str] = Counter()
+    """The most common format among the numbers of a graph's constants: int4, int8, f16, bf16, f32 ..."""
+    counts: Counter[str] = Counter()
     for op in model.get_ops():
         if op.get_type_name() == "Constant":
             kind = op.output(0).element_type.to_string()
-            held[_NAMES.get(kind, kind)] += math.prod(op.output(0).shape)
-    return max(held, key=lambda kind: held[kind])
+            counts[_NAMES.get(kind, kind)] += math.prod(op.output(0).shape)
+    return max(counts, key=lambda kind: counts[kind])
 
 
 def check_compressible(found: str, weights: str) -> None:
-    """Raises ConfigError where weights would be compressed a second time."""
+    """Raises ConfigError if weights would be compressed a second time."""
     if weights != KEEP and found not in ("f32", F16, "bf16"):
         raise ConfigError(
             f"the source's weights are {found} already and cannot be made {weights} without losing more: "
@@ -68,10 +70,10 @@ def check_compressible(found: str, weights: str) -> None:
 
 
 def compress(model: ov.Model, format: Format, *, is_layer: bool) -> ov.Model:
-    """Compress the weights of one part. `f16` is done on saving and leaves the model as it is.
+    """Compress the weights of one part. `f16` is applied on saving; the model is returned unchanged.
 
-    With int4 the embedding and the head are int8, as nncf does by itself for a whole model; the
-    matrices of a layer are all int4, which nncf has to be told: the last of each graph looks like a head.
+    With int4 the embedding and the head are int8, which is nncf's default for a whole model. All matrices of a
+    layer are int4. This needs the option `all_layers`, because nncf takes the last matrix of a graph for a head.
     """
     if format.weights not in (INT8, INT4):
         return model
@@ -86,7 +88,7 @@ def compress(model: ov.Model, format: Format, *, is_layer: bool) -> ov.Model:
             "advanced_parameters": nncf.AdvancedCompressionParameters(group_size_fallback_mode=fallback),
         }
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # its tables and bars, one of each a layer
+        with contextlib.redirect_stdout(io.StringIO()):  # nncf prints tables and progress bars for every graph.
             return nncf.compress_weights(model, **options)
     except (RuntimeError, nncf.ValidationError, nncf.InternalError, nncf.UnsupportedModelError) as error:
         raise PackageError(f"{model.get_friendly_name()} cannot be compressed to {format}: {error}") from error

@@ -1,12 +1,12 @@
-"""Cutting the embedding, one layer or the head out of a causal-LM graph.
+"""Cuts the embedding, one layer or the head out of a causal-LM graph.
 
-Cutting re-plugs the source graph in place, so every cut reads or copies it anew; the weights stay memory-mapped.
+Cutting rewires the source graph in place, so every cut reads or copies it anew; the weights stay memory-mapped.
 
-A range is entered by one Parameter in place of the tensor at its begin. Shapes are the difficulty:
-exporters compute past length, sequence length and expansion shapes once, from layer 0 or from the
-token ids, for all layers. Each such ShapeOf is re-rooted: one over a cache to the same op of the range's own
-cache, any other to the entry, whose batch and length it must be made of. What is left of a foreign layer
-after that is a reason to refuse.
+The entry of a part is a Parameter in place of the tensor at its begin. The difficulty is shapes: exporters
+compute past length, sequence length and expansion shapes once for all layers, from layer 0 or from the token
+ids. Each such ShapeOf is re-rooted: a ShapeOf over a cache to the same op of the part's own cache, any other to
+the entry, from whose batch and length it must be computable. If the part still depends on another layer after
+that, it is refused.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _LAYER_INPUTS = ("attention_mask", "position_ids", "beam_idx")
 
 
 def read_graph(source: Path | ov.Model) -> CausalGraph:
-    """Read an IR, or copy one that was read: its weights are shared.
+    """Read an IR, or copy a model that was read; copies share its weights.
 
-    Raises DamagedFile where it is none, UnsupportedModel where it cannot be cut.
+    Raises DamagedFile if it cannot be read, UnsupportedModel if it cannot be cut.
     """
     return CausalGraph(source.clone() if isinstance(source, ov.Model) else read_ir(source))
 
 
 def read_ir(path: Path) -> ov.Model:
-    """Raises DamagedFile where it is none."""
+    """Read an IR. Raises DamagedFile if `path` is none."""
     try:
         return ov.Core().read_model(path)
     except RuntimeError as error:
@@ -49,26 +49,26 @@ def cut_embed(source: Path | ov.Model) -> ov.Model:
     graph = read_graph(source)
     entry = graph.inputs[TOKENS]
     _name_input(entry, TOKENS)
-    return _close(graph, EMBED, entry, graph.layers[0].begin, HIDDEN, own=None)
+    return _make_part(graph, EMBED, entry, graph.layers[0].begin, HIDDEN, own=None)
 
 
 def cut_layer(source: Path | ov.Model, number: int) -> ov.Model:
-    """hidden_states and what else the layer reads -> hidden_states_out [batch, length, hidden] f32."""
+    """hidden_states and the layer's other inputs -> hidden_states_out [batch, length, hidden] f32."""
     graph = read_graph(source)
     layer = graph.layers[number]
-    entry = _enter(graph, layer.begin, layer)
-    return _close(graph, layer_part(number), entry, layer.end, HIDDEN_OUT, own=layer)
+    entry = _add_entry(graph, layer.begin, layer)
+    return _make_part(graph, layer_part(number), entry, layer.end, HIDDEN_OUT, own=layer)
 
 
 def cut_head(source: Path | ov.Model) -> ov.Model:
     """hidden_states [batch, length, hidden] f32 -> logits [batch, length, vocabulary] f32."""
     graph = read_graph(source)
-    entry = _enter(graph, graph.layers[-1].end, None)
-    return _close(graph, HEAD, entry, graph.logits.input(0).get_source_output(), LOGITS, own=None)
+    entry = _add_entry(graph, graph.layers[-1].end, None)
+    return _make_part(graph, HEAD, entry, graph.logits.input(0).get_source_output(), LOGITS, own=None)
 
 
-def _enter(graph: CausalGraph, begin: Any, own: Layer | None) -> Any:
-    """Put a Parameter in the place of `begin` and re-root the shapes that lie before it."""
+def _add_entry(graph: CausalGraph, begin: Any, own: Layer | None) -> Any:
+    """Replace `begin` by a Parameter and re-root the shapes that are computed before it."""
     entry = op.parameter([-1, -1, graph.hidden_size], ov.Type.f32, name=HIDDEN)
     entry.output(0).tensor.set_names(_ENTRY_NAMES)
     limit = graph.position(begin.get_node())
@@ -89,24 +89,24 @@ def _enter(graph: CausalGraph, begin: Any, own: Layer | None) -> Any:
 
 
 def _counterparts(graph: CausalGraph, own: Layer | None) -> Mapping[str, Any]:
-    """Every op of another layer's caches -> the same op of the own layer's."""
+    """Maps every op of other layers' caches to the same op of the own layer's caches."""
     pairs: dict[str, Any] = {}
     if own is None:
         return pairs
     for layer in graph.layers:
         for theirs, ours in zip(layer.caches, own.caches, strict=True):
             if theirs.variable_id != ours.variable_id:
-                # Layers of two kinds may differ beyond the Concat; up to it they never do.
-                pairs |= {key(a): b for a, b in zip(theirs.ops, ours.ops, strict=False) if _alike(a, b)}
+                # Layers of different kinds may differ after the Concat, but not before it.
+                pairs |= {key(a): b for a, b in zip(theirs.ops, ours.ops, strict=False) if _is_same_op(a, b)}
     return pairs
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _is_same_op(a: Any, b: Any) -> bool:
     return bool(a.get_type_name() == b.get_type_name() and a.output(0).partial_shape == b.output(0).partial_shape)
 
 
 def _reroot(graph: CausalGraph, shape_of: Any, shape: ov.PartialShape, entry: Any) -> None:
-    """Give the readers of a ShapeOf over, say, [batch, heads, length, 64] that shape, taken from the entry's."""
+    """Compute the output of a ShapeOf, such as [batch, heads, length, 64], from the shape of the entry."""
     symbols = [dimension.get_symbol() for dimension in shape]
     if shape == entry.output(0).partial_shape and symbols[:2] == [graph.batch, graph.length]:
         shape_of.input(0).replace_source_output(entry.output(0))
@@ -121,14 +121,14 @@ def _reroot(graph: CausalGraph, shape_of: Any, shape: ov.PartialShape, entry: An
             axis = 0 if symbol == graph.batch else 1
             sizes.append(op.slice(entry_shape, [axis], [axis + 1], [1], [0]))
         else:
-            return  # not made of those two; if anything in the range reads it, it is refused
+            return  # Not computable from batch and length. If the part reads it, the part is refused.
     dims = op.concat(sizes, 0)
     for reader in list(shape_of.output(0).get_target_inputs()):
         reader.replace_source_output(dims.output(0))
 
 
-def _close(graph: CausalGraph, part: str, entry: Any, output: Any, name: str, *, own: Layer | None) -> ov.Model:
-    """End the range in a Result, check that nothing foreign is left in it, make the model."""
+def _make_part(graph: CausalGraph, part: str, entry: Any, output: Any, name: str, *, own: Layer | None) -> ov.Model:
+    """End the part in a Result, check that it depends on no other layer, and build its model."""
     caches = sorted(cache.variable_id for cache in own.caches) if own else []
     by_id = {str(sink.get_attributes()["variable_id"]): sink for sink in graph.model.get_sinks()}
     sinks = [by_id[variable] for variable in caches]
@@ -143,7 +143,7 @@ def _close(graph: CausalGraph, part: str, entry: Any, output: Any, name: str, *,
     output.tensor.set_names({name})
     model = ov.Model([result], sinks, [entry, *others.values()], variables, part)
     for info, value in graph.model.get_rt_info().items():
-        model.set_rt_info(_plain(value), str(info))  # its `runtime_options` decide the KV precision
+        model.set_rt_info(_to_plain(value), str(info))  # The `runtime_options` set the KV precision.
     name_new_ops(model, part, {node.get_friendly_name() for node in graph.ops})
     return model
 
@@ -153,8 +153,8 @@ def _refuse_foreign(part: str, inside: list[Any], ids: set[str], entries: set[st
         kind = node.get_type_name()
         if kind == "Parameter" and key(node) not in entries:
             raise UnsupportedModel(
-                f"{part} still reads {node.get_friendly_name()} besides its own inputs: it does not depend on "
-                "the hidden states before it alone"
+                f"{part} reads {node.get_friendly_name()} besides its own inputs: it needs more than the hidden "
+                "states before it and cannot be cut off"
             )
         if kind == "ReadValue" and node.get_attributes()["variable_id"] not in ids:
             raise UnsupportedModel(
@@ -164,7 +164,7 @@ def _refuse_foreign(part: str, inside: list[Any], ids: set[str], entries: set[st
 
 
 def _name_interface(inside: list[Any], entry: Any, others: Mapping[str, Any]) -> None:
-    """Tensor names are the interface: inner tensors lose theirs, which would clash when layers are joined."""
+    """Name the inputs. Inner tensors lose their names, which would clash when layers are joined."""
     inputs = {key(entry), *map(key, others.values())}
     for node in inside:
         if key(node) not in inputs:
@@ -179,14 +179,14 @@ def _name_input(node: Any, name: str) -> None:
     node.output(0).tensor.set_names({name})
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     value = getattr(value, "value", value)
-    return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
+    return {k: _to_plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def name_new_ops(model: ov.Model, part: str, known: set[str]) -> None:
-    """Ops made here are named by a process-wide counter; a file must not depend on what ran before."""
-    kept = known | {TOKENS, HIDDEN, HIDDEN_OUT, LOGITS, *_LAYER_INPUTS}
+    """Rename new ops. OpenVINO names them by a process-wide counter, but files must not depend on earlier calls."""
+    existing = known | {TOKENS, HIDDEN, HIDDEN_OUT, LOGITS, *_LAYER_INPUTS}
     for i, node in enumerate(model.get_ordered_ops()):
-        if node.get_friendly_name() not in kept:
+        if node.get_friendly_name() not in existing:
             node.set_friendly_name(f"{part}/{node.get_type_name()}_{i}")

@@ -1,19 +1,19 @@
-"""Where the layers of a stateful causal-LM graph begin and end, found by structure.
+"""Finds the begin and end of each layer of a stateful causal-LM graph, by structure.
 
-Friendly names differ from one exporter to the next and say nothing here. What all graphs share:
+Friendly names differ between exporters and are not used. All graphs have this structure:
 
 ::
 
-    input_ids ─ ... ─● boundary 0                    one value-carrying tensor is live: a cut point
+    input_ids ─ ... ─● boundary 0                    only one tensor of the stream is live: a cut point
                      ├──────────────┐
                      │   ReadValue ─ Gather(beam_idx) ─ Concat ─ ... ─ ScaledDotProductAttention
                      ├──────────────┘                     └─ Assign
-                     ●                               a cut point too, but inside the layer
+                     ●                               also a cut point, but inside the layer
                      ├─ MLP ─┐
                      ├───────┘
                      ● boundary 1 ...                the last cut point before the next attention
 
-The *stream* is every op that depends on the values of `input_ids`, not merely on their shape.
+The *stream* is the set of ops that depend on the values of `input_ids`, not only on their shape.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def producer(port: Any) -> Any:
 
 
 def key(node: Any) -> str:
-    """Unique in the process, unlike the friendly name, and equal for two wrappers of one op."""
+    """A key of an op: unique in the process, unlike the friendly name, and equal for two wrappers of one op."""
     return str(node.get_name())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """One KV cache: the ops from its state to the attention, `chain` from the Concat onwards."""
+    """One KV cache: the ops from its state to the attention. `chain` starts at the Concat."""
 
     variable_id: str
     read: Any
@@ -65,7 +65,7 @@ class Cache:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer's attention, its two caches and the outputs between which it lies."""
+    """One layer: its attention, its two caches, and the outputs at which it begins and ends."""
 
     attention: Any
     keys: Cache
@@ -81,7 +81,7 @@ class Layer:
 class CausalGraph:
     """The structure of one `ov.Model`. Holds the model's ops; cutting consumes the model.
 
-    Raises UnsupportedModel with the reason where the graph cannot be cut.
+    Raises UnsupportedModel with the reason if the graph cannot be cut.
     """
 
     def __init__(self, model: ov.Model) -> None:
@@ -113,7 +113,7 @@ class CausalGraph:
         return int(self.logits.output(0).partial_shape[2].get_length())
 
     def position(self, node: Any) -> int:
-        """Where an op stands in topological order."""
+        """The index of an op in topological order."""
         return self.index[key(node)]
 
     @cached_property
@@ -129,7 +129,7 @@ class CausalGraph:
         return sorted(seen)
 
     def cut_points(self) -> list[int]:
-        """Positions after which exactly one tensor of the stream is still to be read."""
+        """Positions after which later ops read exactly one tensor of the stream."""
         stream = set(self.stream)
         last_read = {i: max((r for r in self._readers[i] if r in stream), default=i) for i in self.stream}
         live: set[int] = set()
@@ -147,7 +147,7 @@ class CausalGraph:
         return {names[key(op)] for op in ancestors(nodes) if key(op) in names}
 
     def _mark_dimensions(self) -> None:
-        """Shape inference carries the two symbols on to every shape that is made of these dimensions."""
+        """Mark batch and length by symbols, which shape inference propagates to all shapes made of them."""
         dimensions = [ov.Dimension(), ov.Dimension()]
         for dimension, symbol in zip(dimensions, (self.batch, self.length), strict=True):
             dimension.set_symbol(symbol)
@@ -183,11 +183,11 @@ class CausalGraph:
         if not all(between):
             where = next(n for n, inside in enumerate(between) if not inside)
             raise UnsupportedModel(
-                f"no tensor alone carries everything from attention {where} to attention {where + 1}: "
+                f"more than one tensor passes from attention {where} to attention {where + 1}: "
                 "the layers are not a chain"
             )
-        # The last layer ends after as many cut points as the one before it; what follows is the head.
-        # A lone layer is taken to have two, after its attention and after its MLP.
+        # The last layer has as many cut points as the layer before it; the head follows.
+        # A single layer is assumed to have two, after its attention and after its MLP.
         after = [p for p in points if p > attentions[-1]]
         count = len(between[-1]) if between else 2
         if len(after) <= count:
@@ -197,14 +197,14 @@ class CausalGraph:
         return [self.ops[p] for p in (first, *(inside[-1] for inside in between), after[count - 1])]
 
     def _end_of_embedding(self, points: list[int]) -> int:
-        """The last point that follows from token ids alone: learned positions stay with layer 0."""
+        """The last cut point that depends on token ids only: learned positions belong to layer 0."""
         for point in reversed(points):
             rank = self.ops[point].output(0).partial_shape.rank
             if rank == ov.Dimension(3) and self.inputs_read_by([self.ops[point]]) == {TOKENS}:
                 return point
         raise UnsupportedModel(
-            f"no tensor [batch, length, hidden] that follows from {TOKENS} alone lies before the first "
-            "attention: the embedding cannot be cut off"
+            f"no tensor [batch, length, hidden] before the first attention depends on {TOKENS} only: "
+            "the embedding cannot be cut off"
         )
 
     def _hidden_size(self) -> int:
@@ -224,7 +224,7 @@ class CausalGraph:
 
 
 def ancestors(nodes: list[Any]) -> list[Any]:
-    """`nodes` and everything that they depend on, each once."""
+    """`nodes` and all ops that they depend on, each once."""
     seen: dict[str, Any] = {}
     todo = list(nodes)
     while todo:
@@ -252,7 +252,7 @@ def _known_inputs(model: ov.Model) -> dict[str, Any]:
         )
     if unknown:
         raise UnsupportedModel(
-            f"the meaning of the inputs {'; '.join(unknown)} is not known: a text model has no inputs but "
+            f"the meaning of the inputs {'; '.join(unknown)} is not known: a text model has only the inputs "
             f"{', '.join(KNOWN_INPUTS)}"
         )
     return inputs
@@ -274,7 +274,7 @@ def _logits(model: ov.Model) -> Any:
 
 
 def find_cache(port: Any, number: int) -> Cache:
-    """Walk back from an attention's key or value to its state."""
+    """Find the state behind an attention's key or value input. Raises UnsupportedModel."""
     chain: list[Any] = []
     node = producer(port)
     while node.inputs():

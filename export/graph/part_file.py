@@ -1,4 +1,4 @@
-"""The file of one part of a package: its name, writing it, and what makes two of them the same graph."""
+"""The file of one part of a package: its name, writing it, and its structure."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NAMES = re.compile(rb' (names?|id|variable_id|from-layer|to-layer|offset)="[^"]
 
 
 def parts_of(layers: int) -> list[tuple[str, int | None]]:
-    """(part, its layer or None), in the order in which they are run."""
+    """The parts as (part, its layer or None), in the order in which they run."""
     return [(EMBED, None), *((layer_part(i), i) for i in range(layers)), (HEAD, None)]
 
 
 def save_part(model: ov.Model, path: Path, format: Format, *, is_layer: bool) -> tuple[FileEntry, ...]:
-    """Compress a part's graph and write it. Raises PackageError where either cannot be."""
+    """Compress a part's graph and write it. Raises PackageError if either fails."""
     known = {op.get_friendly_name() for op in model.get_ops()}
     model = compress(model, format, is_layer=is_layer)
     name_new_ops(model, path.stem, known)
@@ -34,5 +34,5 @@ def save_part(model: ov.Model, path: Path, format: Format, *, is_layer: bool) ->
 
 
 def structure(path: Path) -> bytes:
-    """The graph at `path` without its names, and where its weights lie: equal for layers that differ in these alone."""
+    """The graph file without names and weight offsets: equal for layers that differ only in their weights."""
     return _NAMES.sub(b"", path.read_bytes())

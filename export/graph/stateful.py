@@ -1,13 +1,13 @@
-"""KV caches as state of the graph, and the `beam_idx` Gather behind each: put in where a source lacks them.
+"""Turns KV caches into state of the graph, and adds the `beam_idx` Gather behind each, if a source lacks them.
 
 ::
 
-    a graph without state                          what the plugins' fused attention looks for
+    a graph without state                          the pattern of the plugins' fused attention
 
     past_key_values.0.key ─ Concat ─ attention     ReadValue ─ Gather(beam_idx) ─ Concat ─ attention
                               └──── present.0.key                                   └───── Assign
 
-`drop_beam_gathers` takes the Gather out again, to measure what it is worth.
+`drop_beam_gathers` removes the Gather, to measure its effect.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _BEAM = "beam_idx"
 
 
 def prepare(ir: Path, scratch: Path) -> Path:
-    """The IR itself where it has state and Gathers; else one with them, written to `scratch`.
+    """Returns `ir` if it has state and Gathers; else an IR with them, written to `scratch`.
 
-    Raises DamagedFile where it cannot be read, UnsupportedModel where its caches cannot become state.
+    Raises DamagedFile if it cannot be read, UnsupportedModel if its caches cannot become state.
     """
     try:
         model = ov.Core().read_model(ir)
@@ -54,14 +54,14 @@ def prepare(ir: Path, scratch: Path) -> Path:
 
 
 def make_stateful(model: ov.Model) -> ov.Model:
-    """Make a state of each pair of past_key_values.N.* [batch, heads, past, size] and present.N.*.
+    """Turn each pair of past_key_values.N.* [batch, heads, past, size] and present.N.* into a state.
 
-    Raises UnsupportedModel where one has no other, or where heads and size are not fixed.
+    Raises UnsupportedModel if a pair is incomplete, or if heads or size are not fixed.
     """
     past = {name: port for port in model.inputs if (name := _past_name(port))}
     outputs = {name: port for port in model.outputs for name in port.get_names()}
     if TOKENS not in {name for port in model.inputs for name in port.get_names()}:
-        raise UnsupportedModel(f"the graph has past_key_values and no {TOKENS}: it is no causal language model")
+        raise UnsupportedModel(f"the graph has past_key_values but no {TOKENS}: it is not a causal language model")
     batch = _batch(model)
     beams = _beam_input(model)
     sinks, variables = [*model.get_sinks()], [*model.get_variables()]
@@ -80,9 +80,11 @@ def make_stateful(model: ov.Model) -> ov.Model:
             reader.replace_source_output(read.output(0))
         sinks.append(op.assign(producer(present.get_node().input(0)), variable))
         variables.append(variable)
-    kept = [p for p in model.get_parameters() if not _past_name(p.output(0)) and _BEAM not in p.output(0).get_names()]
+    parameters = [
+        p for p in model.get_parameters() if not _past_name(p.output(0)) and _BEAM not in p.output(0).get_names()
+    ]
     results = [r for r in model.get_results() if not any(n.startswith("present.") for n in r.output(0).get_names())]
-    return _model(model, results, sinks, [*kept, beams], variables)
+    return _model(model, results, sinks, [*parameters, beams], variables)
 
 
 def add_beam_gathers(model: ov.Model) -> ov.Model:
@@ -93,21 +95,21 @@ def add_beam_gathers(model: ov.Model) -> ov.Model:
         gather = op.gather(read, beams, op.constant(0, ov.Type.i64))
         for reader in readers:
             reader.replace_source_output(gather.output(0))
-    kept = [p for p in model.get_parameters() if _BEAM not in p.output(0).get_names()]
-    return _model(model, model.get_results(), model.get_sinks(), [*kept, beams], model.get_variables())
+    parameters = [p for p in model.get_parameters() if _BEAM not in p.output(0).get_names()]
+    return _model(model, model.get_results(), model.get_sinks(), [*parameters, beams], model.get_variables())
 
 
 def drop_beam_gathers(model: ov.Model) -> ov.Model:
-    """The same graph without the Gathers, and without the input that they read."""
+    """Remove the Gathers, and the input that they read."""
     for node in model.get_ordered_ops():
         if node.get_type_name() == "Gather" and producer(node.input(0)).get_type_name() == "ReadValue":
             node.output(0).replace(node.input(0).get_source_output())
-    kept = [p for p in model.get_parameters() if _BEAM not in p.output(0).get_names()]
-    return _model(model, model.get_results(), model.get_sinks(), kept, model.get_variables())
+    parameters = [p for p in model.get_parameters() if _BEAM not in p.output(0).get_names()]
+    return _model(model, model.get_results(), model.get_sinks(), parameters, model.get_variables())
 
 
 def _bare_reads(model: ov.Model) -> list[Any]:
-    """KV caches, four-dimensional states, that something other than a Gather reads."""
+    """The ReadValues of KV caches (four-dimensional states) without a Gather."""
     return [
         node
         for node in model.get_ordered_ops()
@@ -122,13 +124,13 @@ def _past_name(port: Any) -> str | None:
 
 
 def _batch(model: ov.Model) -> Any:
-    """[1] i64: how many texts are in `input_ids`."""
+    """[1] i64: the batch size of `input_ids`."""
     shape = op.shape_of(model.input(TOKENS))
     return op.gather(shape, op.constant([0], ov.Type.i64), op.constant(0, ov.Type.i64))
 
 
 def _beam_input(model: ov.Model) -> Any:
-    """The model's own where it has one."""
+    """The model's input `beam_idx`, or a new one."""
     for parameter in model.get_parameters():
         if _BEAM in parameter.output(0).get_names():
             return parameter
@@ -139,7 +141,7 @@ def _beam_input(model: ov.Model) -> Any:
 
 def _variable(name: str, shape: ov.PartialShape, kind: ov.Type) -> Variable:
     info = VariableInfo()
-    info.variable_id = name + name.replace("past_key_values", "present")  # as optimum-intel writes it
+    info.variable_id = name + name.replace("past_key_values", "present")  # the name that optimum-intel writes
     info.data_shape = ov.PartialShape([-1, shape[1], -1, shape[3]])
     info.data_type = kind
     return Variable(info)
@@ -148,6 +150,6 @@ def _variable(name: str, shape: ov.PartialShape, kind: ov.Type) -> Variable:
 def _model(old: ov.Model, results: Any, sinks: Any, parameters: Any, variables: Any) -> ov.Model:
     model = ov.Model(results, sinks, parameters, variables, old.get_friendly_name())
     for name, value in old.get_rt_info().items():
-        model.set_rt_info(value, name)  # its `runtime_options` decide the KV precision
+        model.set_rt_info(value, name)  # The `runtime_options` set the KV precision.
     model.validate_nodes_and_infer_types()
     return model

@@ -1,4 +1,4 @@
-"""Static graphs beside a package's own: each layer again, without state and with every shape fixed, for NPUs.
+"""Static graphs for NPUs: each layer of a package again, without state and with fixed shapes.
 
 ::
 
@@ -7,9 +7,9 @@
                                              └─ Assign                                      └─► present_key
     attention_mask ─ ... ─► attention        ──►          attention_bias [1, 1, width, slots + width] ─► attention
 
-Made from the finished files, after their weights were compressed: what is checked is what will run. Nothing is
-folded, so all numbers of a static graph are in the layer's own .bin, and its .xml says where: no weight is written
-twice.
+They are made from the finished files, after compression, so that the checks cover the graphs that will run. Constants
+are not folded: all numbers of a static graph are in the layer's own .bin, and its .xml refers to them. No weight is
+written twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import openvino as ov
 from openvino import opset15 as op
 
 from export.graph.layers import ATTENTION, find_cache, key, producer
-from export.sources.source import Progress, last_line, silent
+from export.sources.source import Progress, last_line, no_progress
 from swarm.engine.static.graph import BIAS, CACHES, POSITIONS, check_static
 from swarm.errors import ConfigError, DamagedFile, PackageError, UnsupportedModel
 from swarm.model.manifest import FileEntry, StaticSpec, describe_file, layer_part, static_file, static_part
@@ -35,7 +35,7 @@ _CONSTANT = re.compile(rb'(<data element_type="[^"]*" shape="[^"]*" offset=")(\d
 
 
 def static_spec(context: int, chunk: int | None = None) -> StaticSpec:
-    """The sizes that `--static CONTEXT --chunk CHUNK` stands for. Raises ConfigError."""
+    """The sizes for `--static CONTEXT --chunk CHUNK`. Raises ConfigError."""
     try:
         fitting = max(2, min(_USUAL_CHUNK, context - StaticSpec.sinks))
         return StaticSpec(context=context, chunk=fitting if chunk is None else chunk)
@@ -44,17 +44,17 @@ def static_spec(context: int, chunk: int | None = None) -> StaticSpec:
 
 
 def check_fits(spec: StaticSpec, context_length: int) -> None:
-    """Raises ConfigError for static graphs that attend to more than the model was made for."""
+    """Raises ConfigError if static graphs would attend to more tokens than the model's context."""
     if spec.context > context_length:
         raise ConfigError(f"--static {spec.context} is more than the model's context of {context_length}: ask for less")
 
 
 def write_static(
-    package: Path, layers: int, spec: StaticSpec, progress: Progress = silent
+    package: Path, layers: int, spec: StaticSpec, progress: Progress = no_progress
 ) -> dict[str, tuple[FileEntry, ...]]:
-    """Write the static graphs of all layers into `package`, whose own are there. The parts that this adds.
+    """Write the static graphs of all layers into `package`, next to the layers' own. Returns the added parts.
 
-    Raises UnsupportedModel naming the layer that cannot be static and why, PackageError for its files.
+    Raises UnsupportedModel naming a layer that cannot be static and why, PackageError for its files.
     """
     parts = {}
     for layer in range(layers):
@@ -72,9 +72,9 @@ def write_static(
 
 
 def make_static(path: Path, *, width: int, slots: int) -> ov.Model:
-    """The layer at `path` for steps of `width` tokens over `slots` cached positions.
+    """Build the static graph of the layer at `path`, for steps of `width` tokens over `slots` cached positions.
 
-    Inputs: hidden_states [1, width, hidden] f32, position_ids [1, width] i64 where it reads them, attention_bias
+    Inputs: hidden_states [1, width, hidden] f32, position_ids [1, width] i64 if the layer reads them, attention_bias
     [1, 1, width, slots + width] f32, past_key and past_value [1, heads, slots, size] f32. Outputs:
     hidden_states_out, present_key and present_value of the new tokens.
 
@@ -88,9 +88,9 @@ def make_static(path: Path, *, width: int, slots: int) -> ov.Model:
     if len(attentions) != 1:
         raise UnsupportedModel(f"{path.stem} has {len(attentions)} {ATTENTION} ops; a layer has one")
     inputs = {name: port.get_node() for port in model.inputs for name in port.get_names()}
-    pasts, presents = _free_caches(attentions[0], slots)
+    pasts, presents = _replace_states(attentions[0], slots)
     bias = _replace_mask(attentions[0], path.stem, width, slots)
-    _mend_expansions(model)
+    _fix_kv_broadcasts(model)
     hidden = inputs[_HIDDEN]
     hidden.set_partial_shape(ov.PartialShape([1, width, hidden.output(0).partial_shape[2].get_length()]))
     hidden.output(0).tensor.set_names({_HIDDEN})
@@ -109,8 +109,8 @@ def make_static(path: Path, *, width: int, slots: int) -> ov.Model:
     return static
 
 
-def _free_caches(attention: Any, slots: int) -> tuple[list[Any], list[Any]]:
-    """Parameters in the place of the two states, and results with what a step adds to them."""
+def _replace_states(attention: Any, slots: int) -> tuple[list[Any], list[Any]]:
+    """Replace the two states by parameters, and add results with the new keys and values of a step."""
     pasts, presents = [], []
     for name, port in zip(CACHES, (attention.input(1), attention.input(2)), strict=True):
         cache = find_cache(port, 0)
@@ -121,8 +121,8 @@ def _free_caches(attention: Any, slots: int) -> tuple[list[Any], list[Any]]:
         joined = [port.get_source_output() for port in cache.chain[0].inputs()]
         new = [output for output in joined if key(output.get_node()) != key(cache.gather)]
         if len(new) != 1:
-            raise UnsupportedModel(f"the {name}s are joined of {len(new) + 1} tensors; of cached and new ones is known")
-        # whoever asks for the shape of the state asks for that of its place now
+            raise UnsupportedModel(f"the {name}s join {len(new) + 1} tensors; expected are the cached and the new ones")
+        # Ops that read the shape of the state read the shape of the parameter instead.
         for node in (cache.gather, cache.read):
             node.output(0).replace(past.output(0))
         new[0].tensor.set_names({f"present_{name}"})
@@ -132,11 +132,11 @@ def _free_caches(attention: Any, slots: int) -> tuple[list[Any], list[Any]]:
 
 
 def _replace_mask(attention: Any, part: str, width: int, slots: int) -> Any:
-    """A parameter in the place of the mask that the graph computes from the number of cached positions."""
+    """Replace the mask, which the graph computes from the number of cached positions, by a parameter."""
     if attention.get_attributes().get("causal") or len(attention.inputs()) < 4:
         raise UnsupportedModel(
-            f"{part} masks inside its attention, not by a tensor: it cannot read a cache that is a ring; export the "
-            "model without --static"
+            f"{part} masks inside its attention, not by a tensor: it cannot read a ring cache; export the model "
+            "without --static"
         )
     bias = op.parameter([1, 1, width, slots + width], ov.Type.f32, name=BIAS)
     bias.output(0).tensor.set_names({BIAS})
@@ -144,11 +144,11 @@ def _replace_mask(attention: Any, part: str, width: int, slots: int) -> Any:
     return bias
 
 
-def _mend_expansions(model: ov.Model) -> None:
-    """Let a bidirectional Broadcast that repeats KV heads leave the length alone.
+def _fix_kv_broadcasts(model: ov.Model) -> None:
+    """Correct the target shape of the bidirectional Broadcasts that repeat KV heads: the length is not repeated.
 
-    openvino_genai's GGUF builder writes 0 for it into the target shape. With an unknown length nobody minds, for
-    the fused attention swallows the op; with a known one, 0 is not 1.
+    openvino_genai's GGUF builder writes 0 for the length into the target shape. With a dynamic length this has no
+    effect, because the fused attention absorbs the op; with a static length it must be 1.
     """
     one = op.constant([1], ov.Type.i64, name="one")
     for node in model.get_ops():
@@ -160,8 +160,8 @@ def _mend_expansions(model: ov.Model) -> None:
                     port.replace_source_output(one.output(0))
 
 
-def _save_without_weights(model: ov.Model, path: Path, there: _Constants) -> None:
-    """Write `model` to the .xml file `path`, its constants being those that are `there` already."""
+def _save_without_weights(model: ov.Model, path: Path, constants: _Constants) -> None:
+    """Write `model` to the .xml file `path`, with references to existing `constants`."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".static.") as work:
         whole = Path(work) / "whole.xml"
         try:
@@ -170,31 +170,31 @@ def _save_without_weights(model: ov.Model, path: Path, there: _Constants) -> Non
             raise PackageError(f"{path} cannot be written: {last_line(error)}") from error
         own = whole.with_suffix(".bin").read_bytes()
 
-        def moved(found: re.Match[bytes]) -> bytes:
+        def relocate(found: re.Match[bytes]) -> bytes:
             offset, size = int(found[2]), int(found[4])
-            at = there.find(own[offset : offset + size])
-            return found[1] + b"%d" % at + found[3] + found[4] + found[5]
+            existing = constants.find(own[offset : offset + size])
+            return found[1] + b"%d" % existing + found[3] + found[4] + found[5]
 
-        path.write_bytes(_CONSTANT.sub(moved, whole.read_bytes()))
+        path.write_bytes(_CONSTANT.sub(relocate, whole.read_bytes()))
 
 
 class _Constants:
-    """Where each constant of the graph at `path` lies in its .bin."""
+    """The offset of each constant of the graph at `path` in its .bin file."""
 
     def __init__(self, path: Path) -> None:
         self._weights = path.with_suffix(".bin")
         raw = self._weights.read_bytes()
-        places = ((int(found[2]), int(found[4])) for found in _CONSTANT.finditer(path.read_bytes()))
-        self._places = {_digest(raw[at : at + size]): at for at, size in sorted(places, reverse=True)}
+        ranges = ((int(found[2]), int(found[4])) for found in _CONSTANT.finditer(path.read_bytes()))
+        self._offsets = {_digest(raw[at : at + size]): at for at, size in sorted(ranges, reverse=True)}
 
     def find(self, content: bytes) -> int:
-        """Raises PackageError where these numbers are not there."""
-        at = self._places.get(_digest(content), -1)
-        if at < 0:
+        """The offset of a constant with these bytes. Raises PackageError if there is none."""
+        offset = self._offsets.get(_digest(content))
+        if offset is None:
             raise PackageError(
                 f"a static graph needs {len(content)} bytes that are not in {self._weights}: export without --static"
             )
-        return at
+        return offset
 
 
 def _digest(content: bytes) -> bytes:

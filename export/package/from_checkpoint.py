@@ -1,7 +1,7 @@
-"""From a checkpoint to a package, one part at a time: made, compressed, written, recorded, released.
+"""Exports a checkpoint to a package, one part at a time: made, compressed, written, recorded, released.
 
-The package grows in a `Journal` beside OUT and gets its name when every part is there. What is recorded is not
-made again (`resume`), a range of layers can be made alone (`layers`), and several processes can work in one journal.
+The package grows in a `Journal` beside OUT and is renamed to OUT when all parts exist. Recorded parts are not made
+again (`resume`), a range of layers can be made alone (`layers`), and several processes can share one journal.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from export.graph.part_file import parts_of, save_part, structure
 from export.graph.stateful import drop_beam_gathers
 from export.graph.static import check_fits, write_static
 from export.package.journal import Journal, PartRecord
-from export.package.output import check_free, put_in_place
-from export.package.parts import PartBuilder, PartGraph, Weigh
+from export.package.output import check_replaceable, put_in_place
+from export.package.parts import PartBuilder, PartGraph, TensorTransform
 from export.package.row_blocks import compress_rows
 from export.sources.openvino_ir import facts, windows_of
-from export.sources.source import ModelFacts, Progress, eos_of_tokenizer, silent, slug
+from export.sources.source import ModelFacts, Progress, eos_of_tokenizer, no_progress, slug
 from export.verify.runner import require_fused
 from export.verify.static_check import check_static_layers
 from swarm.engine.memory import release_memory
@@ -51,15 +51,15 @@ from swarm.model.manifest import (
 from swarm.model.spans import LayerRange
 
 _PROGRAM = 1
-"""Counts up when this program writes other bytes for the same checkpoint: parts of two programs never mix."""
+"""Incremented when the exporter writes other bytes for the same checkpoint, so that parts of two versions never mix."""
 _SAMPLE = 4096
 MAX_CONTEXT = 1 << 31
-_RELEASE_AT = 16 << 20  # bytes written; releasing walks through all objects, which takes longer than a tiny layer
+_RELEASE_AT = 16 << 20  # Bytes written. Releasing memory visits all objects, which takes longer than a tiny layer.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is to be made: of which checkpoint, in which format, under which name."""
+    """An export to run: the checkpoint, the format, the name."""
 
     decoder: Decoder
     family: Family
@@ -80,21 +80,21 @@ class Work:
         origin: str | None = None,
         beam_idx: bool = True,
     ) -> Work:
-        """Raises UnsupportedModel for a family that is refused, PackageError and DamagedFile for its files."""
+        """Raises UnsupportedModel for a refused family, PackageError and DamagedFile for its files."""
         checkpoint = Checkpoint.open(directory)
         family = check_family(checkpoint.config, versions())
         decoder = Decoder.of(checkpoint)
         decoder.require_separable()
-        told = facts(directory, lambda: eos_of_tokenizer(directory))
+        fields = facts(directory, lambda: eos_of_tokenizer(directory))
         config = decoder.config.to_dict()
-        told["windows"] = lambda layers: windows_of(config, layers)
-        told["context_length"] = min(told["context_length"], _steady_context(config))
+        fields["windows"] = lambda layers: windows_of(config, layers)
+        fields["context_length"] = min(fields["context_length"], _max_context(config))
         if origin is not None:
-            told |= {"origin": origin, "name": origin.rpartition("/")[2]}
+            fields |= {"origin": origin, "name": origin.rpartition("/")[2]}
         return cls(
             decoder=decoder,
             family=family,
-            facts=ModelFacts(**told),
+            facts=ModelFacts(**fields),
             format=format,
             name=name,
             licence=licence,
@@ -106,7 +106,7 @@ class Work:
         return self.decoder.layers
 
     def made_from(self, part: str, layer: int | None) -> str:
-        """A digest of everything that the bytes of a part depend on; of each tensor's numbers, both ends."""
+        """A digest of everything that the bytes of a part depend on; of each tensor, the first and last numbers."""
         checkpoint = self.decoder.checkpoint
         names = self.decoder.outer_tensors if layer is None else self.decoder.layer_tensors(layer)
         digest = hashlib.sha256()
@@ -124,34 +124,34 @@ class Work:
 Make = Callable[[Work, Journal, Sequence[str], Progress], None]
 
 
-def write_parts(work: Work, journal: Journal, parts: Sequence[str], progress: Progress = silent) -> None:
-    """Make those of `parts` that the journal lacks.
+def write_parts(work: Work, journal: Journal, parts: Sequence[str], progress: Progress = no_progress) -> None:
+    """Make the parts among `parts` that are not in the journal.
 
-    Raises UnsupportedModel, PackageError or DamagedFile for the checkpoint; what is recorded then stays.
+    Raises UnsupportedModel, PackageError or DamagedFile for the checkpoint; recorded parts stay then.
     """
-    journal.begin()
-    gc.freeze()  # torch's and transformers' own objects: looking through them for garbage takes longer than a layer
+    journal.create()
+    gc.freeze()  # Collecting garbage among the objects of torch and transformers takes longer than a layer.
     chosen = [(part, layer) for part, layer in parts_of(work.layers) if part in parts]
     windows = work.facts.windows(work.layers)
     with tempfile.TemporaryDirectory(dir=journal.folder, prefix="traced-") as scratch:
         pieces = PartBuilder(work.decoder, work.family, Path(scratch))
-        fused: set[bytes] = set()  # what is true of one layer is true of those that differ in their weights alone
+        fused: set[bytes] = set()  # Structures that were checked; layers with equal structure differ only in weights.
         unreleased = 0
         for done, (part, layer) in enumerate(chosen):
             progress("exporting layers", done, len(chosen))
             made_from = work.made_from(part, layer)
-            if journal.done(part, made_from) is None:
+            if journal.finished(part, made_from) is None:
                 path = journal.package / f"{part}.xml"
                 piece = _make(pieces, part, layer, windows, work.format)
-                ready = layer is None and work.format.weights != F16  # `_make` has compressed it
+                is_compressed = layer is None and work.format.weights != F16  # by `_make`
                 model = piece.model if layer is None or work.beam_idx else drop_beam_gathers(piece.model)
-                files = save_part(model, path, Format() if ready else work.format, is_layer=layer is not None)
+                files = save_part(model, path, Format() if is_compressed else work.format, is_layer=layer is not None)
                 record = PartRecord(part=part, made_from=made_from, files=files, facts=dict(piece.facts))
                 del model, piece
                 if layer is not None and work.beam_idx and (kind := structure(path)) not in fused:
                     require_fused(path)
                     fused.add(kind)
-                journal.finish(record)
+                journal.record(record)
                 unreleased += files[-1].size
             if unreleased > _RELEASE_AT:
                 release_memory(work.decoder.checkpoint.directory, journal.folder)
@@ -160,24 +160,24 @@ def write_parts(work: Work, journal: Journal, parts: Sequence[str], progress: Pr
 
 
 def assemble(
-    work: Work, journal: Journal, progress: Progress = silent, *, static: StaticSpec | None = None
+    work: Work, journal: Journal, progress: Progress = no_progress, *, static: StaticSpec | None = None
 ) -> Manifest:
-    """Make the journal's directory a package: tokenizer and manifest. The files are then `journal.package`.
+    """Complete the package in `journal.package`: write the tokenizer and the manifest.
 
-    Raises PackageError naming the parts that are missing.
+    Raises PackageError naming the missing parts.
     """
     plan = parts_of(work.layers)
     records: dict[str, PartRecord] = {}
     for done, (part, layer) in enumerate(plan):
         progress("checking layers", done, len(plan))
-        record = journal.done(part, work.made_from(part, layer))
+        record = journal.finished(part, work.made_from(part, layer))
         if record is not None:
             records[part] = record
     progress("checking layers", len(plan), len(plan))
     if missing := [part for part, _ in plan if part not in records]:
         raise PackageError(
             f"{journal.folder} lacks {', '.join(missing[:4])}{' ...' if len(missing) > 4 else ''}: export these "
-            "layers, here or on another machine whose files are put there, and go on with --resume"
+            "layers here, or copy their files there from another machine, and continue with --resume"
         )
     parts = {part: record.files for part, record in records.items()}
     parts[TOKENIZER] = tuple(map(describe_file, write_tokenizer(work.decoder.checkpoint.directory, journal.package)))
@@ -188,7 +188,7 @@ def assemble(
         architecture=work.facts.architecture,
         source=work.facts.origin,
         licence=work.licence or work.facts.licence,
-        weights=_told(work.format, journal.package),
+        weights=_weights_name(work.format, journal.package),
         hidden_size=records[EMBED].facts["hidden_size"],
         vocab_size=records[HEAD].facts["vocab_size"],
         context_length=work.facts.context_length,
@@ -208,11 +208,11 @@ def assemble(
     return manifest
 
 
-def _steady_context(config: Mapping[str, Any]) -> int:
-    """Positions up to which a text's rotary embedding stays as it began.
+def _max_context(config: Mapping[str, Any]) -> int:
+    """The context up to which rotary embeddings of earlier positions do not change.
 
-    Beyond its original context, longrope turns *all* positions by other factors: keys that are cached by then are
-    wrong, and transformers computes them anew. A swarm does not, and so such a model keeps its original context.
+    Beyond the original context, longrope uses other factors for *all* positions. Keys cached before are then wrong;
+    transformers computes them again. A swarm does not, therefore such a model is limited to its original context.
     """
     rotary = config.get("rope_parameters") or {}
     if rotary.get("rope_type") != "longrope":
@@ -222,7 +222,7 @@ def _steady_context(config: Mapping[str, Any]) -> int:
 
 
 def parts_within(layers: int, span: LayerRange | None) -> list[str]:
-    """The parts that an export of `span` makes. Raises ConfigError where the model has no such layers."""
+    """The parts that an export of `span` makes. Raises ConfigError if the model has no such layers."""
     if span is None:
         return [part for part, _ in parts_of(layers)]
     if span.last > layers:
@@ -245,33 +245,33 @@ def export_checkpoint(
     resume: bool = False,
     force: bool = False,
     make: Make | None = None,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> Manifest | None:
-    """Turn the checkpoint in `source` into the package `out`; None where only `layers` were made, beside `out`.
+    """Export the checkpoint in `source` to the package `out`; with `layers` make only these beside `out`, return None.
 
-    `resume` goes on with what is beside `out`; without it an unfinished export there is an error, unless `force`
-    discards it. `make` does the work instead of this process (`export.package.jobs`). `beam_idx=False` leaves out the
-    Gather behind the caches, to measure its worth.
+    `resume` continues the unfinished export beside `out`. Without it an unfinished export is an error, unless `force`
+    discards it. `make` replaces `write_parts` (see `export.package.jobs`). `beam_idx=False` omits the Gather behind
+    the caches, to measure its effect.
 
-    Raises ConfigError for a wrong argument, UnsupportedModel, PackageError and DamagedFile for the checkpoint. What
-    was made until then stays beside `out`.
+    Raises ConfigError for a wrong argument, UnsupportedModel, PackageError and DamagedFile for the checkpoint. The
+    parts made until then stay beside `out`.
     """
-    check_free(out, force)
-    journal = Journal.beside(out)
-    if journal.holds_anything() and not resume:
+    check_replaceable(out, force)
+    journal = Journal.for_output(out)
+    if journal.has_records() and not resume:
         if not force:
             raise ConfigError(
-                f"{journal.folder} holds an unfinished export: go on with --resume, or discard it with --force"
+                f"{journal.folder} holds an unfinished export: continue it with --resume, or discard it with --force"
             )
         shutil.rmtree(journal.folder)
     work = Work.on(source, format, name=name, licence=licence, origin=origin, beam_idx=beam_idx)
     if static is not None:
         check_fits(static, work.facts.context_length)
         if layers is not None:
-            raise ConfigError("--static is for the run that brings all layers together: leave it out with --layers")
+            raise ConfigError("--static is for the run that assembles all layers: leave it out with --layers")
     parts = parts_within(work.layers, layers)
     try:
-        journal.begin()
+        journal.create()
         (make or write_parts)(work, journal, parts, progress)
         if layers is not None:
             return None
@@ -287,32 +287,33 @@ def export_checkpoint(
 def _make(
     pieces: PartBuilder, part: str, layer: int | None, windows: Sequence[int | None], format: Format
 ) -> PartGraph:
-    """A layer as it is; embedding and head compressed already, by rows: each is one matrix, maybe the largest."""
+    """Make a layer uncompressed; embedding and head compressed, by blocks of rows, to limit memory."""
     if layer is not None or format.weights not in (INT8, INT4):
-        return pieces.make(part, layer, windows, _half if format.weights == F16 else None)
+        return pieces.make(part, layer, windows, _to_f16 if format.weights == F16 else None)
     rows, row_bytes = pieces.rows(part)
     return compress_rows(
-        lambda first, last: pieces.make(part, None, windows, _block(rows, first, last)),
+        lambda first, last: pieces.make(part, None, windows, _take_rows(rows, first, last)),
         rows,
         row_bytes,
         format,
     )
 
 
-def _block(rows: int, first: int, last: int) -> Weigh:
+def _take_rows(rows: int, first: int, last: int) -> TensorTransform:
     return lambda _name, tensor: tensor[first:last] if tensor.dim() and len(tensor) == rows else tensor
 
 
-def _half(name: str, tensor: Any) -> Any:
+def _to_f16(name: str, tensor: Any) -> Any:
     import torch
 
     half = tensor.to(torch.float16)
     if not bool(torch.isfinite(half).all()):
-        raise UnsupportedModel(f"{name} holds numbers that f16 cannot: export with --weights {KEEP}, int8 or int4")
+        raise UnsupportedModel(f"{name} holds numbers too large for f16: export with --weights {KEEP}, int8 or int4")
     return half
 
 
-def _told(format: Format, package: Path) -> str:
+def _weights_name(format: Format, package: Path) -> str:
+    """The format of the weights for the manifest."""
     if format.weights != KEEP:
         return str(format)
     return weight_format(ov.Core().read_model(package / f"{layer_part(0)}.xml"))

@@ -1,7 +1,7 @@
-"""Writing a model package: the source, its parts, their hashes, the manifest, and only then its name.
+"""Exports a whole graph (GGUF file or OpenVINO IR) to a package: its parts, their hashes, the manifest.
 
-Everything is written into a directory beside OUT that is renamed at the end, so that OUT is either a
-whole package or not there. Two exports of one source give the same bytes.
+Everything is written into a directory beside OUT that is renamed at the end. OUT is therefore either a
+complete package or does not exist. Two exports of one source give the same bytes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from export.graph.part_file import parts_of, save_part, structure
 from export.graph.stateful import drop_beam_gathers, prepare
 from export.graph.static import check_fits, write_static
 from export.package.from_checkpoint import export_checkpoint
-from export.package.output import check_free, put_in_place, workspace
+from export.package.output import check_replaceable, put_in_place, workspace
 from export.sources.gguf import read_gguf_source
 from export.sources.openvino_ir import read_ir_source
-from export.sources.source import IR_NAME, ModelSource, Progress, silent, slug
+from export.sources.source import IR_NAME, ModelSource, Progress, no_progress, slug
 from export.verify.runner import require_fused
 from export.verify.static_check import check_static_layers
 from swarm.errors import ConfigError, PackageError
@@ -56,19 +56,19 @@ def export_package(
     force: bool = False,
     static: StaticSpec | None = None,
     check: Check | None = None,
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> Manifest:
-    """Turn a GGUF file, or a directory with an OpenVINO IR or a checkpoint, into the model package `out`.
+    """Export a GGUF file, or a directory with an OpenVINO IR or a checkpoint, to the model package `out`.
 
-    `beam_idx=False` leaves out the Gather behind the caches, which costs the fused attention: to measure its worth.
-    A checkpoint is left unfinished beside `out` where something goes wrong: `export_checkpoint` can go on with it.
+    `beam_idx=False` omits the Gather behind the caches, and with it the fused attention, to measure its effect.
+    If the export of a checkpoint fails, its unfinished parts stay beside `out`; `export_checkpoint` can continue it.
 
-    `check(package, ir)` sees the finished package before it gets its name and may raise to refuse it.
-    `force` replaces a package at `out`; nothing but a package is ever replaced. With `static` the graphs of those
-    sizes are written too, for NPUs.
+    `check(package, ir)` is called with the finished package before it is renamed, and may raise to refuse it.
+    `force` replaces a package at `out`; anything but a package is never replaced. With `static`, static graphs of
+    these sizes are written too, for NPUs.
 
-    Raises ConfigError for a wrong argument, UnsupportedModel for what cannot be cut, PackageError and
-    DamagedFile for what is wrong with files. `out` is then as it was before.
+    Raises ConfigError for a wrong argument, UnsupportedModel for a graph that cannot be cut, PackageError and
+    DamagedFile for the files. `out` is then unchanged.
     """
     format = Format(weights=weights, group=group, symmetric=symmetric)
     if source.is_dir() and is_checkpoint(source) and not (source / IR_NAME).is_file():
@@ -85,9 +85,9 @@ def export_package(
             force=force,
             progress=progress,
         )
-        assert whole is not None  # only a range of layers gives none
+        assert whole is not None  # None is returned for a range of layers only.
         return whole
-    check_free(out, force)
+    check_replaceable(out, force)
     try:
         with workspace(out) as work:
             model = _open(source, work, progress)
@@ -166,7 +166,7 @@ def _write_graphs(
 
     plan = parts_of(layers)
     parts = {}
-    fused: set[bytes] = set()  # what is true of one layer is true of those that differ in their weights alone
+    fused: set[bytes] = set()  # Structures that were checked; layers with equal structure differ only in weights.
     for done, (part, layer) in enumerate(plan):
         progress("cutting layers", done, len(plan))
         path = package / f"{part}.xml"

@@ -1,4 +1,4 @@
-"""What a package holds: layers, sizes, formats, cache a token, and how many layers fit in how much memory."""
+"""Describes a package: layers, sizes, formats, KV cache per token, and how many layers fit in a given memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from swarm.model.manifest import EMBED, HEAD, LayerSpec, Manifest, StaticSpec, l
 from swarm.model.memory_footprint import in_words, kv_bytes, layers_that_fit, needed_bytes, usual_kv_tokens
 from swarm.model.spans import LayerRange
 
-_ASKED = (4, 8, 16, 32)
-"""GB of memory for which a person wants to know."""
+_DEFAULT_GB = (4, 8, 16, 32)
+"""GB of memory to report by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """How many layers in a row a peer with `memory` bytes can hold, in f32 and in a device's usual precision."""
+    """How many consecutive layers a peer with `memory` bytes can hold, in accuracy and in performance mode."""
 
     memory: int
     accuracy: int
@@ -25,7 +25,7 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """All of it, in bytes. `layers` holds (first, last) half-open, what they are, and the bytes of each."""
+    """Sizes in bytes. `layers`: ranges (first, last), half-open, of equal layers, their spec, and the size of each."""
 
     name: str
     architecture: str
@@ -50,7 +50,7 @@ class Description:
 
 
 def describe(package: Path, memories: tuple[int, ...] = ()) -> Description:
-    """Read PACKAGE's manifest; `memories` in bytes. Raises PackageError where there is none."""
+    """Describe `package` by its manifest; `memories` in bytes. Raises PackageError if there is none."""
     manifest = load_manifest(package)
     span = manifest.span
     tokens = usual_kv_tokens(manifest)
@@ -68,7 +68,7 @@ def describe(package: Path, memories: tuple[int, ...] = ()) -> Description:
         bytes=sum(entry.size for entry in manifest.files(manifest.parts)),
         embed_bytes=_size(manifest, EMBED),
         head_bytes=_size(manifest, HEAD),
-        layers=_alike(manifest),
+        layers=_equal_layers(manifest),
         together=manifest.together,
         grid=manifest.grid,
         static=manifest.static,
@@ -81,13 +81,13 @@ def describe(package: Path, memories: tuple[int, ...] = ()) -> Description:
                 accuracy=layers_that_fit(manifest, memory, kv="f32", kv_tokens=tokens),
                 performance=layers_that_fit(manifest, memory, kv="u8", kv_tokens=tokens),
             )
-            for memory in memories or [gigabytes * 10**9 for gigabytes in _ASKED]
+            for memory in memories or [gigabytes * 10**9 for gigabytes in _DEFAULT_GB]
         ),
     )
 
 
 def as_json(description: Description) -> dict[str, object]:
-    """For programs: layers as objects."""
+    """The description for programs: layers as objects."""
     layers = [
         {"first": first, "last": last, "bytes_each": size, **asdict(spec)}
         for first, last, spec, size in description.layers
@@ -96,7 +96,7 @@ def as_json(description: Description) -> dict[str, object]:
 
 
 def as_text(description: Description) -> str:
-    """For a person."""
+    """The description for people."""
     d = description
     count = d.layers[-1][1]
     lines = [
@@ -106,7 +106,7 @@ def as_text(description: Description) -> str:
         f"sizes    hidden {d.hidden_size}, vocabulary {d.vocab_size}, context {d.context_length} tokens",
         f"parts    embedding {in_words(d.embed_bytes)}, head {in_words(d.head_bytes)}",
         *(
-            f"layers   {LayerRange(first, last)!s:8} {_words(spec)}, {in_words(size)} each"
+            f"layers   {LayerRange(first, last)!s:8} {_spec_text(spec)}, {in_words(size)} each"
             for first, last, spec, size in d.layers
         ),
         *(
@@ -126,7 +126,7 @@ def as_text(description: Description) -> str:
     return "\n".join(lines)
 
 
-def _words(spec: LayerSpec) -> str:
+def _spec_text(spec: LayerSpec) -> str:
     sizes = f"{spec.key_size}" if spec.key_size == spec.value_size else f"{spec.key_size}+{spec.value_size}"
     words = [f"{spec.kv_heads} KV heads of {sizes}"]
     if spec.window is not None:
@@ -136,17 +136,17 @@ def _words(spec: LayerSpec) -> str:
     return ", ".join(words)
 
 
-def _alike(manifest: Manifest) -> tuple[tuple[int, int, LayerSpec, int], ...]:
-    """Layers in a row that are alike, sizes to three digits."""
+def _equal_layers(manifest: Manifest) -> tuple[tuple[int, int, LayerSpec, int], ...]:
+    """Ranges of consecutive layers with equal specs, and equal sizes to three digits."""
 
     def kind(layer: int) -> tuple[LayerSpec, str]:
         return manifest.layers[layer], in_words(_size(manifest, layer_part(layer)))
 
-    found = []
-    for (spec, _), alike in groupby(range(len(manifest.layers)), kind):
-        numbers = list(alike)
-        found.append((numbers[0], numbers[-1] + 1, spec, _size(manifest, layer_part(numbers[0]))))
-    return tuple(found)
+    ranges = []
+    for (spec, _), layers in groupby(range(len(manifest.layers)), kind):
+        numbers = list(layers)
+        ranges.append((numbers[0], numbers[-1] + 1, spec, _size(manifest, layer_part(numbers[0]))))
+    return tuple(ranges)
 
 
 def _size(manifest: Manifest, part: str) -> int:

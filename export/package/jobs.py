@@ -1,4 +1,4 @@
-"""Several processes that export ranges of one checkpoint's layers into one journal."""
+"""Exports ranges of one checkpoint's layers in several processes, into one journal."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ _POLL_S = 0.2
 def run_jobs(
     command: Sequence[str], spans: Sequence[LayerRange], journal: Journal, parts: int, progress: Progress
 ) -> None:
-    """Run `swarm COMMAND --layers A:B` for each of `spans` at once, and wait for all.
+    """Run `swarm COMMAND --layers A:B` for all `spans` in parallel, and wait for them.
 
-    Raises PackageError with what the first that failed said; the others are ended, and what was made stays.
+    Raises PackageError with the message of the first process that failed. The others are then terminated; the parts
+    that were made stay.
     """
     with ExitStack() as stack:
-        said = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swarm-export-")))
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swarm-export-")))
         running: list[tuple[subprocess.Popen[bytes], Path]] = []
         for number, span in enumerate(spans):
-            log = said / str(number)
+            log = logs / str(number)
             child = subprocess.Popen(
                 [*module_command("swarm"), *command, "--layers", str(span)],
                 env=module_environment(),
@@ -38,20 +39,20 @@ def run_jobs(
                 stdout=subprocess.DEVNULL,
                 stderr=stack.enter_context(log.open("wb")),
             )
-            stack.callback(_end, child)
+            stack.callback(_terminate, child)
             running.append((child, log))
         while running:
             progress("exporting layers", min(journal.count(), parts), parts)
             time.sleep(_POLL_S)
             for child, log in running:
                 if child.poll():
-                    raise PackageError(f"a part of the export failed: {last_line(log.read_text(errors='replace'))}")
+                    raise PackageError(f"a process of the export failed: {last_line(log.read_text(errors='replace'))}")
             running = [(child, log) for child, log in running if child.returncode is None]
         progress("exporting layers", parts, parts)
 
 
 def even_shares(span: LayerRange, jobs: int) -> list[LayerRange]:
-    """`span` in at most `jobs` pieces of about equal length.
+    """Split `span` into at most `jobs` spans of about equal length.
 
     >>> [str(piece) for piece in even_shares(LayerRange(0, 7), 3)]
     ['0:2', '2:5', '5:7']
@@ -61,7 +62,7 @@ def even_shares(span: LayerRange, jobs: int) -> list[LayerRange]:
     return [LayerRange(a, b) for a, b in pairwise(edges)]
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _terminate(child: subprocess.Popen[bytes]) -> None:
     if child.poll() is None:
         child.terminate()
         child.wait()

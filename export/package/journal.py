@@ -1,4 +1,4 @@
-"""An export that is not finished: the parts that are there, each with what it was made from.
+"""The journal of an unfinished export: its parts, each with a digest of what it was made from.
 
 ::
 
@@ -6,9 +6,9 @@
       package/   layer_000.xml  layer_000.bin ...     as they will be in the package
       parts/     layer_000.json ...                   a part's `PartRecord`, written when its files are whole
 
-A part counts as done where its record was made from the same source by the same program, and its files have the
-hashes that the record says. So work can go on after a kill, and several machines can share it: whoever has all the
-files and records, in one such directory, has the package.
+A part is finished if its record was made from the same source by the same version of the exporter, and its files
+have the recorded hashes. An export can therefore continue after a kill, and several machines can share it: the files
+and records of all parts, copied into one such directory, are enough to assemble the package.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swarm.model.manifest import FileEntry, LayerSpec, check_files
 
 @dataclass(frozen=True, kw_only=True)
 class PartRecord:
-    """`made_from` is a digest of source, settings and versions; `facts` what the manifest needs to know of the part."""
+    """`made_from` is a digest of source, settings and versions; `facts` are the part's entries in the manifest."""
 
     part: str
     made_from: str
@@ -34,7 +34,7 @@ class PartRecord:
     facts: dict[str, Any]
 
     def spec(self) -> LayerSpec:
-        """The facts of a layer. Raises PackageError where they are none."""
+        """The facts of a layer. Raises PackageError if they do not describe one."""
         try:
             return LayerSpec(**self.facts)
         except TypeError as error:
@@ -50,22 +50,22 @@ class Journal:
         self._records = folder / "parts"
 
     @classmethod
-    def beside(cls, out: Path) -> Journal:
+    def for_output(cls, out: Path) -> Journal:
         return cls(out.with_name(f"{out.name}.partial"))
 
-    def begin(self) -> None:
+    def create(self) -> None:
         self.package.mkdir(parents=True, exist_ok=True)
         self._records.mkdir(exist_ok=True)
 
-    def holds_anything(self) -> bool:
+    def has_records(self) -> bool:
         return self._records.is_dir() and any(self._records.glob("*.json"))
 
     def count(self) -> int:
-        """How many parts have a record; none is checked."""
+        """How many parts have a record; their files are not checked."""
         return len(list(self._records.glob("*.json"))) if self._records.is_dir() else 0
 
-    def done(self, part: str, made_from: str) -> PartRecord | None:
-        """The record of a part that is there as it should be, else None: it has to be made again."""
+    def finished(self, part: str, made_from: str) -> PartRecord | None:
+        """The record of a finished part, else None."""
         record = self._read(part)
         if record is None or record.made_from != made_from:
             return None
@@ -75,8 +75,8 @@ class Journal:
             return None
         return record
 
-    def finish(self, record: PartRecord) -> None:
-        """Write down that a part's files are whole."""
+    def record(self, record: PartRecord) -> None:
+        """Record that a part's files are complete."""
         path = self._records / f"{record.part}.json"
         unfinished = path.with_suffix(f".{os.getpid()}.tmp")
         unfinished.write_text(json.dumps(asdict(record), sort_keys=True, indent=1))
@@ -94,4 +94,4 @@ class Journal:
                 facts=dict(plain["facts"]),
             )
         except (DamagedFile, PackageError, KeyError, TypeError, ValueError):
-            return None  # half written, or somebody else's: as good as none
+            return None  # An incomplete or foreign file counts as no record.

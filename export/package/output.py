@@ -1,4 +1,4 @@
-"""Where a package is written: a directory that is not there until it is whole."""
+"""The output directory of an export, which appears only when the package is complete."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from swarm.errors import ConfigError
 from swarm.model.manifest import MANIFEST
 
 
-def check_free(out: Path, force: bool) -> None:
-    """Raises ConfigError where `out` is something that a package may not replace, or has no name of its own."""
+def check_replaceable(out: Path, force: bool) -> None:
+    """Raises ConfigError if a package may not replace `out`, or if `out` has no name of its own, such as `..`."""
     if out.name in ("", ".."):
-        raise ConfigError(f"{out} is a directory that is in use: name one to be made, such as {out / 'package'}")
+        raise ConfigError(f"{out} is a directory in use: name a new one, such as {out / 'package'}")
     if not out.exists():
         return
     if not out.is_dir():
@@ -31,7 +31,7 @@ def check_free(out: Path, force: bool) -> None:
 
 @contextmanager
 def workspace(out: Path) -> Iterator[Path]:
-    """A directory beside `out`, on the same file system, that is gone afterwards."""
+    """A temporary directory beside `out`, on the same file system."""
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}.") as work:
         yield Path(work)

@@ -1,1 +1,1 @@
-"""What is read as a whole graph: GGUF files and OpenVINO IRs."""
+"""Sources that are read as a whole graph: GGUF files and OpenVINO IRs."""

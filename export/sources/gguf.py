@@ -1,4 +1,4 @@
-"""Source: a GGUF file, which openvino_genai turns into an IR that keeps its weights' format."""
+"""Source: a GGUF file, which openvino_genai converts to an IR with the same weight format."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from export.sources.source import (
     Progress,
     eos_of_tokenizer,
     last_line,
-    silent,
+    no_progress,
     tokenizer_files,
 )
 from swarm.errors import PackageError, UnsupportedModel
 
-# The IR is written beside the GGUF file that the pipeline was given.
+# The pipeline writes the IR beside the GGUF file.
 _CONVERT = "import sys, openvino_genai; openvino_genai.LLMPipeline(sys.argv[1], 'CPU', enable_save_ov_model=True)"
 _GENERIC_NAMES = {"model", "ggml-model", "weights"}
 
 
-def read_gguf_source(path: Path, scratch: Path, progress: Progress = silent) -> ModelSource:
-    """Convert `path` into an IR in the directory `scratch`, and describe it from its header.
+def read_gguf_source(path: Path, scratch: Path, progress: Progress = no_progress) -> ModelSource:
+    """Convert `path` to an IR in the directory `scratch`, and describe it by its header.
 
-    Raises DamagedFile for a damaged file, UnsupportedModel where the architecture cannot be converted.
+    Raises DamagedFile for a damaged file, UnsupportedModel if the architecture cannot be converted.
     """
     header = read_header(path)
     architecture = header.text("general.architecture", UNKNOWN)
@@ -54,13 +54,14 @@ def read_gguf_source(path: Path, scratch: Path, progress: Progress = silent) -> 
         licence=header.text("general.license", UNKNOWN),
         context_length=context,
         eos_token_ids=_eos(header) or eos_of_tokenizer(scratch),
-        # Which layers slide is not in the header. A layer too many costs some speed, one too few the text.
+        # The header does not say which layers have the window. Assuming it for too many layers only costs speed, for
+        # too few it gives wrong text.
         windows=lambda layers: (window,) * layers,
     )
 
 
 def _convert(path: Path, architecture: str, scratch: Path) -> None:
-    """In a child process: it compiles the model too, and its memory and messages end with it."""
+    """Convert in a child process: openvino_genai compiles the model too, and its memory is freed with the process."""
     link = scratch / "model.gguf"
     link.symlink_to(path.resolve())
     done = subprocess.run(
@@ -69,12 +70,12 @@ def _convert(path: Path, architecture: str, scratch: Path) -> None:
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name
         raise PackageError(
-            f"converting {path} was ended by {name}"
+            f"converting {path} was killed by {name}"
             + (": it needs about three times the file's size in memory" if name == "SIGKILL" else "")
         )
     if done.returncode or not (scratch / IR_NAME).is_file():
         free, size = shutil.disk_usage(scratch).free, path.stat().st_size
-        if free < size:  # what is said then is of a stream, and nothing is wrong with the model
+        if free < size:  # On a full disk openvino_genai reports only a stream error.
             raise PackageError(
                 f"converting {path} failed: the disk of {scratch.parent.parent} has {free / 1e6:,.0f} MB free, and it "
                 f"writes {size / 1e6:,.0f} MB: make room, or export to another disk"
@@ -85,7 +86,7 @@ def _convert(path: Path, architecture: str, scratch: Path) -> None:
 
 
 def _name(path: Path, header: GgufHeader) -> str:
-    """The file's name says more than `general.name`, which is often that of a training run."""
+    """The model's name: the file's name, because `general.name` is often that of a training run."""
     if path.stem.lower() not in _GENERIC_NAMES:
         return path.stem
     return header.text("general.name") or path.stem

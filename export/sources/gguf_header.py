@@ -1,9 +1,9 @@
-"""The header of a GGUF file: metadata, and whether the file is as long as its tensors need.
+"""Reads the header of a GGUF file: its metadata, and whether the file is long enough for its tensors.
 
 Layout, little-endian: "GGUF", version u32, tensors u64, entries u64; per entry a key (u64 length and
 bytes), a type u32 and a value; per tensor a name, its dimensions, type u32 and offset u64 into the data,
-which starts at the next multiple of `general.alignment`. The file is a stranger's: every count is
-checked against a limit, every read against the end of the file.
+which starts at the next multiple of `general.alignment`. The file is untrusted: every count is checked against
+a limit, every read against the end of the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VERSIONS = (2, 3)
 _MAX_ENTRIES, _MAX_TENSORS, _MAX_DIMS, _MAX_TEXT, _MAX_ITEMS = 1 << 16, 1 << 20, 8, 1 << 24, 1 << 26
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
-# type -> (numbers in a block, bytes of a block); of a type that is not here only the offset is checked
+# type -> (numbers in a block, bytes of a block); for other types only the offset is checked
 _BLOCKS = {
     # f32, f16, bf16
     0: (1, 4),
@@ -45,7 +45,7 @@ _BLOCKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class GgufHeader:
-    """`metadata` holds the single values; lists, such as the vocabulary, are skipped."""
+    """`metadata` holds single values; lists, such as the vocabulary, are skipped."""
 
     metadata: dict[str, Value]
     tensors: int
@@ -59,7 +59,7 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Raises DamagedFile where `path` cannot be read, is no GGUF file or is cut short."""
+    """Read the header of `path`. Raises DamagedFile if it cannot be read, is no GGUF file or is truncated."""
     try:
         with path.open("rb") as file:
             return _Reader(file, path).header()

@@ -10,14 +10,14 @@ from export.sources.source import IR_NAME, UNKNOWN, ModelSource, eos_of_tokenize
 from swarm.errors import PackageError
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
-# Of these families configs without `layer_types` exist: every n-th layer attends to everything.
+# For these families configs without `layer_types` exist: every n-th layer has full attention.
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "cohere2": 4}
 
 
 def read_ir_source(directory: Path) -> ModelSource:
     """Describe the model in `directory`.
 
-    Raises PackageError naming the file or the value that is missing, DamagedFile for unreadable JSON.
+    Raises PackageError naming a missing file or value, DamagedFile for unreadable JSON.
     """
     ir = directory / IR_NAME
     weights = ir.with_suffix(".bin")
@@ -31,29 +31,29 @@ def read_ir_source(directory: Path) -> ModelSource:
     return ModelSource(ir=ir, tokenizer=tokenizer, **facts(directory, lambda: eos_of_tokenizer(directory)))
 
 
-def facts(directory: Path, last_resort: Callable[[], tuple[int, ...]]) -> dict[str, Any]:
+def facts(directory: Path, default_eos: Callable[[], tuple[int, ...]]) -> dict[str, Any]:
     """The fields of `ModelFacts`, from config.json, generation_config.json and README.md.
 
-    `last_resort` gives the end-of-text ids where none of these says them.
+    `default_eos` returns the end-of-text ids if none of these files has them.
     """
     outer = read_json(directory / "config.json")
     config = outer["text_config"] if isinstance(outer.get("text_config"), dict) else outer
     generation = read_json(directory / "generation_config.json")
-    called = _called(directory.resolve())
+    model_id = _model_id(directory.resolve())
     eos = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
     return {
-        "name": called.rpartition("/")[2],
+        "name": model_id.rpartition("/")[2],
         "architecture": str(config.get("model_type") or UNKNOWN),
-        "origin": str(outer.get("_name_or_path") or called),
+        "origin": str(outer.get("_name_or_path") or model_id),
         "licence": _licence(directory / "README.md"),
         "context_length": _context_length(config, directory),
-        "eos_token_ids": eos or last_resort(),
+        "eos_token_ids": eos or default_eos(),
         "windows": lambda layers: windows_of(config, layers),
     }
 
 
-def _called(directory: Path) -> str:
-    """The directory's name; the model's id where it lies in the hub's cache, models--OWNER--MODEL/snapshots/COMMIT."""
+def _model_id(directory: Path) -> str:
+    """The id of a model in the hub's cache, models--OWNER--MODEL/snapshots/COMMIT; else the directory's name."""
     repository = directory.parent.parent.name
     if directory.parent.name == "snapshots" and repository.startswith("models--"):
         return repository.removeprefix("models--").replace("--", "/")
@@ -76,7 +76,7 @@ def _context_length(config: dict[str, Any], directory: Path) -> int:
 
 
 def windows_of(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
-    """A layer too many marked as sliding costs some speed, one too few costs the right text."""
+    """Each layer's sliding window. In doubt a layer has it: a window too many costs speed, one too few wrong text."""
     window = config.get("sliding_window")
     if not isinstance(window, int) or window < 1 or config.get("use_sliding_window") is False:
         return (None,) * layers
@@ -88,7 +88,7 @@ def windows_of(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
 
 
 def _licence(readme: Path) -> str:
-    """`license:` of a model card's front matter."""
+    """The value of `license:` in a model card's front matter."""
     if not readme.is_file():
         return UNKNOWN
     with readme.open(encoding="utf-8", errors="replace") as file:

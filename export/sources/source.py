@@ -1,4 +1,4 @@
-"""The one form that every source of a model is brought into before it is cut."""
+"""The common form of all sources of a model, and helpers to read them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from swarm.errors import DamagedFile, PackageError
 
 Progress = Callable[[str, int, int], None]
-"""Hears (what is being done, steps done, steps in all); 0 in all where that is not known."""
+"""Called with (the stage, steps done, steps in all); 0 steps in all if unknown."""
 
 _MAX_JSON = 64 << 20
 IR_NAME = "openvino_model.xml"
 UNKNOWN = "unknown"
 
-# What openvino_genai.Tokenizer reads from a directory; the first four must be there.
+# The files that openvino_genai.Tokenizer reads: TOKENIZER_IR must exist, TOKENIZER_EXTRAS may.
 TOKENIZER_IR = (
     "openvino_tokenizer.xml",
     "openvino_tokenizer.bin",
@@ -40,9 +40,9 @@ _NOT_SLUG = re.compile(r"[^a-z0-9.]+")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What a manifest says of a model and no graph does.
+    """The facts of a manifest that are not in the graphs.
 
-    `name` is not yet a slug; `origin` says where the model came from, without local paths; `windows` gives, for a
+    `name` is not yet a slug; `origin` is where the model came from, without local paths; `windows` returns, for a
     number of layers, the sliding window of each in tokens, None for full attention.
     """
 
@@ -63,12 +63,12 @@ class ModelSource(ModelFacts):
     tokenizer: tuple[Path, ...]
 
 
-def silent(_what: str, _done: int, _total: int) -> None:
-    """A `Progress` that nobody watches."""
+def no_progress(_what: str, _done: int, _total: int) -> None:
+    """A `Progress` that does nothing."""
 
 
 def slug(name: str) -> str:
-    """A model's name as it is written in the swarm: lower case, without its weight format.
+    """A model's name in the swarm: lower case, without its weight format.
 
     >>> slug("SmolLM2-135M-Instruct.Q4_1")
     'smollm2-135m-instruct'
@@ -81,7 +81,7 @@ def slug(name: str) -> str:
 
 
 def tokenizer_files(directory: Path) -> tuple[Path, ...]:
-    """The tokenizer's files in `directory`. Raises PackageError naming those that it lacks."""
+    """The tokenizer's files in `directory`. Raises PackageError naming missing ones."""
     missing = [name for name in TOKENIZER_IR if not (directory / name).is_file()]
     if missing:
         raise PackageError(
@@ -93,7 +93,7 @@ def tokenizer_files(directory: Path) -> tuple[Path, ...]:
 
 
 def eos_of_tokenizer(directory: Path) -> tuple[int, ...]:
-    """The end-of-text id that the tokenizer's IR carries. Raises PackageError where it carries none."""
+    """The end-of-text id of the tokenizer's IR. Raises PackageError if it has none."""
     import openvino_genai
 
     try:
@@ -108,13 +108,13 @@ def eos_of_tokenizer(directory: Path) -> tuple[int, ...]:
 
 
 def last_line(error: object) -> str:
-    """What a multi-line message of OpenVINO ends in, which is the reason."""
+    """The last line of a multi-line message of OpenVINO, which is the reason."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object, empty where there is no file. Raises DamagedFile for anything else."""
+    """The object in a JSON file, empty if there is no file. Raises DamagedFile for anything else."""
     if not path.is_file():
         return {}
     try:

@@ -1,1 +1,1 @@
-"""Does a package compute what its source computes?"""
+"""Checks that a package computes the same as its source."""

@@ -1,4 +1,4 @@
-"""Do the layers of a package, one after the other, compute what the source graph computes?"""
+"""Compares the parts of a package, run one after the other, with the source graph."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from export.sources.source import Progress, silent
+from export.sources.source import Progress, no_progress
 from export.verify.runner import Runner, Step
 from swarm.errors import PackageError
 from swarm.model.manifest import Manifest, check_files, load_manifest
 
 
 def verify_package(
-    package: Path, source_ir: Path, *, prefill: int = 24, decode: int = 8, progress: Progress = silent
+    package: Path, source_ir: Path, *, prefill: int = 24, decode: int = 8, progress: Progress = no_progress
 ) -> float:
     """Run the source over a prompt and `decode` greedy steps, then the package over the same tokens.
 
-    Returns the largest |difference| of a logit, over all positions: 0.0 where the weights were kept.
-    Holds the source first, then one part at a time. Raises DamagedFile where a file is not what the
-    manifest says, PackageError where a result is not finite, EngineError where a graph does not run.
+    Returns the largest |difference| of a logit over all positions; 0.0 is expected if the weights were kept.
+    Loads the source first, then one part at a time. Raises DamagedFile if a file does not match the
+    manifest, PackageError if a result is not finite, EngineError if a graph does not run.
     """
     manifest = load_manifest(package)
     check_files(package, manifest.files(manifest.parts))
@@ -37,7 +37,7 @@ def verify_package(
     return _largest_difference(expected, [logits for logits in outputs if logits is not None])
 
 
-def require_exact(package: Path, source_ir: Path, *, progress: Progress = silent) -> float:
+def require_exact(package: Path, source_ir: Path, *, progress: Progress = no_progress) -> float:
     """`verify_package` for kept weights. Raises PackageError unless every bit of every logit is equal."""
     difference = verify_package(package, source_ir, progress=progress)
     if difference != 0.0:
@@ -52,7 +52,7 @@ def _run_source(
     ir: Path, manifest: Manifest, prefill: int, decode: int
 ) -> tuple[list[Step], list[NDArray[np.float32]]]:
     runner = Runner(ir)
-    # Any ids do; these neither repeat soon nor lie close together.
+    # Arbitrary ids that do not repeat soon and are not close together.
     tokens = (np.arange(1, prefill + 1, dtype=np.int64) * 7919 % manifest.vocab_size)[None]
     steps = [Step(tokens=tokens, past=0)]
     expected = [runner.run(steps[0], None)]

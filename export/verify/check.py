@@ -1,7 +1,7 @@
-"""Is a package what it says, and how far is it from the checkpoint that it was made of: each layer, and what it writes?
+"""Checks a package, and compares each part and the generated text with the checkpoint that it was made of.
 
-With a checkpoint, one text goes through both beside the random inputs, a layer of each at a time: the prompt and what
-the package writes after it. So the text of a model that no machine here could hold is compared too.
+With a checkpoint, each part runs on random inputs, and one text (a prompt and the package's continuation of it) runs
+through package and checkpoint, one layer of each at a time. This works for models larger than this machine's memory.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from export.checkpoint.families import check_family
 from export.checkpoint.one_layer import Decoder
 from export.checkpoint.torch_stack import versions
 from export.graph.part_file import parts_of
-from export.sources.source import Progress, silent
-from export.verify.reference import EmbedAndHead, Floats, deviation, passages, random_hidden, run_layer
+from export.sources.source import Progress, no_progress
+from export.verify.reference import EmbedAndHead, Floats, deviation, random_hidden, run_layer, run_reference_layer
 from export.verify.runner import Runner, Step
 from swarm.engine.base import Step as EngineStep
 from swarm.engine.compose import open_engine
@@ -29,16 +29,16 @@ from swarm.errors import ConfigError, PackageError, SwarmError
 from swarm.model.manifest import EMBED, Manifest, check_files, load_manifest
 from swarm.model.memory_footprint import needed_bytes, share_of
 
-# Of what a layer adds, in root mean squares. Rounding to 4 bits in groups of 128 is about 0.12 of a weight.
+# As a share of what a layer adds (root mean squares). Rounding to 4 bits in groups of 128 is about 0.12 of a weight.
 TOLERANCES = {"f32": 1e-4, "bf16": 1e-4, "f16": 5e-3, "int8": 0.05, "int4": 0.35}
-_WHOLE = ("f32", "bf16")  # as they were in the checkpoint
+_UNROUNDED = ("f32", "bf16")  # formats of unchanged weights
 _TOKENS, _PREFILL, _NEW_TOKENS = 32, 24, 16
 PROMPT = "The capital of France is"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartCheck:
-    """`deviation` from transformers as a share of what the part adds, None where there is nothing to compare with."""
+    """`deviation` from transformers as a share of what the part adds, None without a checkpoint."""
 
     part: str
     deviation: float | None
@@ -46,10 +46,10 @@ class PartCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """The next token at `places` of the text, chosen by package and transformers: at how many they are `alike`.
+    """The next token at each of `places` positions, chosen by package and transformers; `alike`: how many are equal.
 
-    `apart` is by how much transformers prefers its own where they are not, at most, in standard deviations of
-    its logits.
+    `apart`: where they differ, the largest difference between transformers' logits of the two tokens, in standard
+    deviations of its logits.
     """
 
     places: int
@@ -59,10 +59,9 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """`text` is what the package continues `PROMPT` with, None where it does not fit in this machine's memory.
+    """`text` is the package's continuation of `PROMPT`, None if the package does not fit in this machine's memory.
 
-    `choices` is None without a checkpoint. `rounds` says that the format of the weights rounds them, so that another
-    text is no fault.
+    `choices` is None without a checkpoint. `rounds`: the weights are rounded, and a different text is not an error.
     """
 
     digest: str
@@ -78,24 +77,25 @@ class CheckReport:
         return max(compared, key=lambda check: check.deviation or 0.0, default=None)
 
     def require(self) -> None:
-        """Raises PackageError where a part deviates by more than its format explains, or the text does."""
+        """Raises PackageError if a part or the text deviates by more than the format of the weights allows."""
         if (worst := self.worst) is not None and not (worst.deviation or 0.0) <= self.tolerance:
             raise PackageError(
                 f"{worst.part} deviates from the checkpoint by {worst.deviation:.3g} of what it adds; its format "
-                f"explains {self.tolerance:g}: export it again, or from the checkpoint that it was made of"
+                f"allows {self.tolerance:g}: export it again, or name the checkpoint that it was made of"
             )
         if (choices := self.choices) is not None and not self.rounds and not choices.apart <= self.tolerance:
             raise PackageError(
-                f"transformers chooses {choices.places - choices.alike} of {choices.places} tokens otherwise, by up to "
-                f"{choices.apart:.3g} of its logits' deviation, and {self.tolerance:g} is rounding: export it again"
+                f"transformers chooses another token at {choices.places - choices.alike} of {choices.places} "
+                f"positions, by up to {choices.apart:.3g} standard deviations of its logits, more than rounding "
+                f"({self.tolerance:g}): export it again"
             )
 
 
-def check_package(package: Path, against: Path | None = None, progress: Progress = silent) -> CheckReport:
+def check_package(package: Path, against: Path | None = None, progress: Progress = no_progress) -> CheckReport:
     """Check hashes, compile every part, run it on random inputs, and compare it with the checkpoint `against`.
 
-    Holds one part at a time, except for the text. Raises DamagedFile, EngineError for a part that does not run,
-    PackageError where attention is not fused or a result is not finite, ConfigError where `against` is another model.
+    Loads one part at a time, except to generate the text. Raises DamagedFile, EngineError for a part that does not run,
+    PackageError if attention is not fused or a result is not finite, ConfigError if `against` is another model.
     """
     manifest = load_manifest(package)
     check_files(package, manifest.files(manifest.parts))
@@ -104,16 +104,16 @@ def check_package(package: Path, against: Path | None = None, progress: Progress
     written = _write(package, manifest, prompt, progress)
     checks, choices = [], None
     if decoder is None:
-        checks = list(_alone(package, manifest, progress))
+        checks = list(_run_parts(package, manifest, progress))
     else:
         known = np.array([*prompt, *(written or [])[:-1]], np.int64)
-        beside = _Beside(package, manifest, decoder, known)
+        comparison = _Comparison(package, manifest, decoder, known)
         plan = parts_of(len(manifest.layers))
         for done, (part, layer) in enumerate(plan):
             progress("checking layers", done, len(plan))
-            checks.append(PartCheck(part=part, deviation=beside.part(part, layer)))
+            checks.append(PartCheck(part=part, deviation=comparison.part(part, layer)))
         progress("checking layers", len(plan), len(plan))
-        choices = beside.choices(written or [])
+        choices = comparison.choices(written or [])
     format = manifest.weights.partition("-")[0]
     return CheckReport(
         digest=manifest.digest,
@@ -121,12 +121,12 @@ def check_package(package: Path, against: Path | None = None, progress: Progress
         tolerance=TOLERANCES.get(format, TOLERANCES["int4"]),
         text=None if written is None else str(_tokenizer(package).decode(written)),
         choices=choices,
-        rounds=format not in _WHOLE,
+        rounds=format not in _UNROUNDED,
     )
 
 
-def _alone(package: Path, manifest: Manifest, progress: Progress) -> Iterator[PartCheck]:
-    """Every part on random input, with nothing to compare its output with."""
+def _run_parts(package: Path, manifest: Manifest, progress: Progress) -> Iterator[PartCheck]:
+    """Run every part on random input, without a comparison."""
     plan = parts_of(len(manifest.layers))
     hidden = random_hidden(manifest.hidden_size, _TOKENS)
     for done, (part, layer) in enumerate(plan):
@@ -138,46 +138,47 @@ def _alone(package: Path, manifest: Manifest, progress: Progress) -> Iterator[Pa
     progress("checking layers", len(plan), len(plan))
 
 
-class _Beside:
-    """A package and its checkpoint, run part by part: on random inputs, each part by itself, and on one text [n]."""
+class _Comparison:
+    """Runs a package and its checkpoint part by part: each part on random inputs, and all on one text [n]."""
 
     def __init__(self, package: Path, manifest: Manifest, decoder: Decoder, text: NDArray[np.int64]) -> None:
         self._package, self._manifest, self._decoder = package, manifest, decoder
         self._text = Step(tokens=text[None], past=0)
-        self._true = self._ours = np.zeros(0, np.float32)  # what the text has become, in each
+        # The text's hidden states, later its logits, as computed by transformers and by the package.
+        self._reference = self._package_output = np.zeros(0, np.float32)
 
     def part(self, part: str, layer: int | None) -> float:
-        """How far `part` deviates on random inputs, as a share of what it adds. To be called in the parts' order."""
+        """The deviation of `part` on random inputs, as a share of what it adds. Call it for all parts in order."""
         runner = _runner(self._package, part, layer)
         if layer is None:
-            return self._end(runner, part)
+            return self._compare_end(runner, part)
         hidden = random_hidden(self._manifest.hidden_size, _TOKENS)
-        alone, text = passages(self._decoder, layer, [hidden, self._true])
+        expected, text = run_reference_layer(self._decoder, layer, [hidden, self._reference])
         found = _finite(part, run_layer(runner, hidden, prefill=_PREFILL))
         runner.reset()
-        self._true, self._ours = text.after, _finite(part, runner.run(self._text, self._ours))
-        return alone.deviation(found)
+        self._reference, self._package_output = text.after, _finite(part, runner.run(self._text, self._package_output))
+        return expected.deviation(found)
 
-    def _end(self, runner: Runner, part: str) -> float:
+    def _compare_end(self, runner: Runner, part: str) -> float:
         true, tokens = EmbedAndHead(self._decoder), _some_tokens(self._manifest)
         if part == EMBED:
             found = _finite(part, runner.run(Step(tokens=tokens, past=0), None))
             expected = true.embed(tokens[0])
-            self._true, self._ours = true.embed(self._text.tokens[0]), runner.run(self._text, None)
+            self._reference, self._package_output = true.embed(self._text.tokens[0]), runner.run(self._text, None)
         else:
-            # the last layers' output on the text has the size that the head is made for
-            expected = true.logits(self._true)
-            found = _finite(part, runner.run(self._text, self._true))
-            self._true, self._ours = expected, runner.run(self._text, self._ours)
+            # The head is compared on real hidden states, which have the magnitude that it expects.
+            expected = true.logits(self._reference)
+            found = _finite(part, runner.run(self._text, self._reference))
+            self._reference, self._package_output = expected, runner.run(self._text, self._package_output)
         return deviation(expected, found)
 
     def choices(self, written: list[int]) -> Choices:
-        """What each chooses after every token of the text; the package what it has `written`, where it has."""
-        true, chosen = self._true[0], self._ours[0].argmax(axis=-1)
+        """Compare the choices after every token of the text; at the end, the package's are the `written` tokens."""
+        logits, chosen = self._reference[0], self._package_output[0].argmax(axis=-1)
         chosen[len(chosen) - len(written) :] = written
-        behind = true.max(axis=-1) - true[np.arange(len(true)), chosen]
-        apart = behind / np.maximum(true.std(axis=-1), 1e-30)
-        return Choices(places=len(true), alike=int((behind == 0).sum()), apart=float(apart.max()))
+        deficit = logits.max(axis=-1) - logits[np.arange(len(logits)), chosen]
+        apart = deficit / np.maximum(logits.std(axis=-1), 1e-30)
+        return Choices(places=len(logits), alike=int((deficit == 0).sum()), apart=float(apart.max()))
 
 
 def _runner(package: Path, part: str, layer: int | None) -> Runner:
@@ -197,8 +198,8 @@ def _decoder(manifest: Manifest, against: Path) -> Decoder:
     decoder = Decoder.of(checkpoint)
     if decoder.layers != len(manifest.layers) or decoder.config.model_type != manifest.architecture:
         raise ConfigError(
-            f"{against} is a {decoder.config.model_type} of {decoder.layers} layers, the package a "
-            f"{manifest.architecture} of {len(manifest.layers)}: name the checkpoint that it was made of"
+            f"{against} is a {decoder.config.model_type} with {decoder.layers} layers, the package a "
+            f"{manifest.architecture} with {len(manifest.layers)}: name the checkpoint that it was made of"
         )
     return decoder
 
@@ -221,9 +222,9 @@ def _prompt(package: Path, manifest: Manifest) -> list[int]:
 
 
 def _write(package: Path, manifest: Manifest, prompt: list[int], progress: Progress) -> list[int] | None:
-    """What the package continues `prompt` with; None where it does not fit in this machine's memory."""
-    room = len(prompt) + _NEW_TOKENS
-    if needed_bytes(manifest, manifest.span, kv="f32", kv_tokens=room) > share_of(psutil.virtual_memory().available):
+    """The package's continuation of `prompt`; None if the package does not fit in this machine's memory."""
+    tokens = len(prompt) + _NEW_TOKENS
+    if needed_bytes(manifest, manifest.span, kv="f32", kv_tokens=tokens) > share_of(psutil.virtual_memory().available):
         return None
     count = min(_NEW_TOKENS, manifest.context_length - len(prompt))
     written: list[int] = []

@@ -1,4 +1,4 @@
-"""What transformers computes, one layer or the two ends at a time, and how far a graph of ours is from it."""
+"""The reference: runs one layer, or embedding and head, with transformers, and measures a graph's deviation."""
 
 from __future__ import annotations
 
@@ -19,57 +19,57 @@ Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passage:
-    """One layer's work on a text: its input and output [1, n, hidden], in f32 by transformers."""
+class LayerRun:
+    """A run of one layer by transformers: its input and output [1, n, hidden] f32."""
 
     before: Floats
     after: Floats
 
     def deviation(self, found: Floats) -> float:
-        """How far `found` is from `after`, as a share of what the layer adds to its input (root mean squares)."""
+        """The deviation of `found` from `after`, as a share of what the layer adds to its input (root mean squares)."""
         added = float(np.sqrt(np.mean((self.after - self.before) ** 2)))
         return float(np.sqrt(np.mean((self.after - found) ** 2))) / max(added, 1e-30)
 
 
 def random_hidden(size: int, tokens: int) -> Floats:
-    """Random hidden states [1, tokens, size] of the size that embeddings have."""
+    """Random hidden states [1, tokens, size], normally distributed."""
     numbers: Floats = np.random.default_rng(_SEED).normal(0, 1, (1, tokens, size)).astype(np.float32)
     return numbers
 
 
-def passages(decoder: Decoder, layer: int, texts: Sequence[Floats]) -> list[Passage]:
-    """Run layer `layer` of the checkpoint on each of `texts` [1, n, size] in one go."""
+def run_reference_layer(decoder: Decoder, layer: int, texts: Sequence[Floats]) -> list[LayerRun]:
+    """Run layer `layer` of the checkpoint on each of `texts`, hidden states [1, n, size]."""
     model = decoder.load_layer(layer, exact=True)
     found = []
     for before in texts:
-        with _put(_layer_of(decoder, model), before=before) as seen:
+        with _hooked(_layer_of(decoder, model), before=before) as captured:
             _run(model.base_model, inputs_embeds=_tensor(before))
-        found.append(Passage(before=before, after=seen[1]))
+        found.append(LayerRun(before=before, after=captured[1]))
     return found
 
 
 class EmbedAndHead:
-    """A model of layer 0 alone with the true embedding, last norm and head."""
+    """A model of layer 0 alone with the real embedding, last norm and head."""
 
     def __init__(self, decoder: Decoder, *, vocabulary: int | None = None) -> None:
-        """`vocabulary` leaves only so many tokens in it.
+        """`vocabulary` limits the model to the first tokens.
 
-        Raises DamagedFile, PackageError where the checkpoint's weights do not fit its config.
+        Raises DamagedFile or PackageError if the checkpoint's weights do not fit its config.
         """
         tokens = int(decoder.config.vocab_size) if vocabulary is None else vocabulary
-        self._model = decoder.load_layer(0, exact=True, ends=True, vocabulary=tokens)
+        self._model = decoder.load_layer(0, exact=True, with_ends=True, vocabulary=tokens)
         self._layer = _layer_of(decoder, self._model)
 
     def embed(self, tokens: NDArray[np.int64]) -> Floats:
-        """What layer 0 gets [1, n, hidden] for `tokens` [n]."""
-        with _put(self._layer) as seen:
+        """The input of layer 0, [1, n, hidden], for `tokens` [n]."""
+        with _hooked(self._layer) as captured:
             _run(self._model.base_model, input_ids=_tensor(tokens[None]))
-        return seen[0]
+        return captured[0]
 
     def logits(self, after: Floats) -> Floats:
-        """[1, n, vocabulary] for what the last layer gives, [1, n, hidden]."""
+        """The logits [1, n, vocabulary] for `after`, the last layer's output [1, n, hidden]."""
         tokens = np.zeros(after.shape[:2], np.int64)
-        with _put(self._layer, after=after):
+        with _hooked(self._layer, after=after):
             output = _run(self._model, input_ids=_tensor(tokens)).logits.numpy()
         return np.asarray(output, np.float32)
 
@@ -98,44 +98,44 @@ def _run(model: Any, **inputs: Any) -> Any:
 
 
 @contextmanager
-def _put(layer: Any, *, before: Floats | None = None, after: Floats | None = None) -> Iterator[list[Floats]]:
-    """Gives the input and the output of a module once it has run; `before` and `after` stand in for them.
+def _hooked(layer: Any, *, before: Floats | None = None, after: Floats | None = None) -> Iterator[list[Floats]]:
+    """Capture the input and the output of a module when it runs; `before` and `after` replace them.
 
-    So what a model does to an embedding on its way to the first layer (granite multiplies it) stays away from others.
+    Replacing the input skips what a model does to an embedding before its first layer (granite multiplies it).
     """
-    seen: list[Floats] = []
+    captured: list[Floats] = []
 
     def enter(_module: Any, arguments: Any, keywords: Any) -> Any:
-        given = arguments[0] if arguments else keywords["hidden_states"]
-        seen.append(_numbers(given))
+        hidden = arguments[0] if arguments else keywords["hidden_states"]
+        captured.append(_numbers(hidden))
         if before is None:
             return None
-        stand_in = _tensor(before).reshape(given.shape)
-        return ((stand_in, *arguments[1:]), keywords) if arguments else ((), keywords | {"hidden_states": stand_in})
+        new = _tensor(before).reshape(hidden.shape)
+        return ((new, *arguments[1:]), keywords) if arguments else ((), keywords | {"hidden_states": new})
 
     def leave(_module: Any, _arguments: Any, output: Any) -> Any:
-        first = output[0] if isinstance(output, tuple) else output
-        seen.append(_numbers(first))
+        hidden = output[0] if isinstance(output, tuple) else output
+        captured.append(_numbers(hidden))
         if after is None:
             return None
-        stand_in = _tensor(after).reshape(first.shape)
-        return (stand_in, *output[1:]) if isinstance(output, tuple) else stand_in
+        new = _tensor(after).reshape(hidden.shape)
+        return (new, *output[1:]) if isinstance(output, tuple) else new
 
     handles = [layer.register_forward_pre_hook(enter, with_kwargs=True), layer.register_forward_hook(leave)]
     try:
-        yield seen
+        yield captured
     finally:
         for handle in handles:
             handle.remove()
 
 
 def deviation(true: Floats, found: Floats) -> float:
-    """How far `found` is from `true`, as a share of it (root mean squares)."""
+    """The deviation of `found` from `true`, as a share of `true` (root mean squares)."""
     return float(np.sqrt(np.mean((true - found) ** 2))) / max(float(np.sqrt(np.mean(true**2))), 1e-30)
 
 
 def run_layer(runner: Runner, hidden: Floats, *, prefill: int, step: int = 1) -> Floats:
-    """The graph's output for `hidden`: `prefill` positions at once, the others `step` by `step`."""
+    """The graph's output for `hidden`: `prefill` positions first, then `step` positions at a time."""
     count = hidden.shape[1]
     bounds = [(0, prefill), *((at, min(at + step, count)) for at in range(prefill, count, step))]
     return np.concatenate([runner.run(Step.of(begin, end), hidden[:, begin:end]) for begin, end in bounds], axis=1)

@@ -1,4 +1,4 @@
-"""Running a part of a package on its own, exactly, on the CPU."""
+"""Runs one part of a package on the CPU, in f32."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _EXACT = {"EXECUTION_MODE_HINT": "ACCURACY"}  # f32 inference, f32 KV cache, no 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Some tokens [1, n] i64 at positions `past` ... of one text."""
+    """Tokens [1, n] i64 of a text, from position `past` on."""
 
     tokens: NDArray[np.int64]
     past: int
 
     @classmethod
     def of(cls, begin: int, end: int) -> Step:
-        """Positions `begin` to `end` of a text whose tokens do not matter."""
+        """Positions `begin` to `end` of a text whose tokens are not used."""
         return cls(tokens=np.zeros((1, end - begin), np.int64), past=begin)
 
     def inputs(self, hidden: NDArray[np.float32] | None) -> dict[str, NDArray[Any]]:
@@ -42,18 +42,18 @@ class Step:
 
 
 def require_fused(path: Path) -> None:
-    """Raises UnsupportedModel where the CPU does not run the attention of the layer at `path` as one operation."""
+    """Raises UnsupportedModel if the CPU does not run the attention of the layer at `path` as one operation."""
     if (found := Runner(path).fused_attentions) != 1:
         raise UnsupportedModel(
-            f"OpenVINO {ov.__version__} makes {found} fused attentions of {path.stem}; a layer has 1"
+            f"OpenVINO {ov.__version__} compiles {path.stem} to {found} fused attentions; a layer needs 1"
         )
 
 
 class Runner:
-    """One compiled graph with its KV cache. Input names that it lacks are left out."""
+    """One compiled graph with its KV cache. Inputs that the graph lacks are ignored."""
 
     def __init__(self, graph: Path | ov.Model) -> None:
-        """Raises EngineError where the CPU does not compile it."""
+        """Raises EngineError if the CPU cannot compile it."""
         self._name = graph.get_friendly_name() if isinstance(graph, ov.Model) else str(graph)
         try:
             compiled = run_in_own_thread(lambda: ov.Core().compile_model(graph, "CPU", _EXACT))
@@ -65,13 +65,13 @@ class Runner:
         self.fused_attentions = sum(str(getattr(kind, "value", kind)) == ATTENTION for kind in kinds)
 
     def reset(self) -> None:
-        """Forget the text so far."""
+        """Clear the KV cache."""
         self._request.reset_state()
 
     def run(self, step: Step, hidden: NDArray[np.float32] | None) -> NDArray[np.float32]:
-        given = step.inputs(hidden)
+        inputs = step.inputs(hidden)
         try:
-            self._request.infer({name: given[name] for names in self._names for name in names & given.keys()})
+            self._request.infer({name: inputs[name] for names in self._names for name in names & inputs.keys()})
         except RuntimeError as error:
             raise EngineError(f"{self._name} cannot be run: {last_line(error)}") from error
         output: NDArray[np.float32] = self._request.get_output_tensor(0).data.copy()

@@ -1,4 +1,4 @@
-"""What an engine is: some sessions' KV caches over one span, and the one way to move them on."""
+"""The interface of an engine: the KV caches of sessions over one span, advanced by steps."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from swarm.model.spans import LayerRange
 class Step:
     """Known tokens that are not computed yet: prefill, decode, verification and catch-up alike.
 
-    `start` is the logical position of the first of the `n` tokens. Where it lies below what the
-    session has cached, everything from there on is forgotten first: that is the rewind.
+    `start` is the logical position of the first of the `n` tokens. A `start` below the cached length
+    is a rewind: the cache from there on is dropped first.
 
-    `tokens` [n] int32 ids; `hidden` [n, hidden_size] float32 on spans that do not own layer 0, None
-    on the one that does; `rows` how many of the last positions want logits (0 ... n; only on the span
-    that owns the last layer, 0 elsewhere).
+    `tokens` [n] int32 ids. `hidden` [n, hidden_size] float32, None on the span with layer 0. `rows`: how
+    many of the last positions return logits (0 ... n; 0 on spans without the last layer).
     """
 
     session: str
@@ -38,11 +37,11 @@ class Step:
 
 
 StepResult = NDArray[np.float32] | SwarmError
-"""[n, hidden_size] hidden states, or [rows, vocab_size] logits from the span with the head. Or why not."""
+"""[n, hidden_size] hidden states, or [rows, vocab_size] logits from the span with the head, or an error."""
 
 
 class Engine(Protocol):
-    """Not thread-safe: one thread owns it. Results never depend on which sessions share a call."""
+    """Not thread-safe: one thread owns it. Results do not depend on which sessions share a call."""
 
     @property
     def span(self) -> LayerRange: ...
@@ -51,18 +50,18 @@ class Engine(Protocol):
     def numerics(self) -> Numerics: ...
 
     def open(self, session: str, max_tokens: int) -> None:
-        """Make room for a session of up to `max_tokens` positions. Raises EngineError if it exists."""
+        """Create a session of up to `max_tokens` positions. Raises EngineError if it exists."""
 
     def forward(self, steps: Sequence[Step]) -> list[StepResult]:
-        """Run at most one step of each session; results in the order of `steps`, the caller's to keep.
+        """Run at most one step of each session. The caller owns the results, which are in the order of `steps`.
 
-        A step that is wrong (BadStep, UnknownSession, ContextExceeded) leaves its session as it was
-        and the others undisturbed: its place in the list holds the error. Where the device failed in a step,
-        that session is closed and its place holds an EngineError; raises it only if every step failed so.
+        An invalid step (BadStep, UnknownSession, ContextExceeded) changes nothing and does not affect the
+        other steps: its result is the error. If the device fails in a step, its session is closed and its
+        result is an EngineError. Raises EngineError only if every step failed on the device.
         """
 
     def length(self, session: str) -> int:
-        """Logical positions cached. Raises UnknownSession."""
+        """The number of cached logical positions. Raises UnknownSession."""
 
     def close(self, session: str) -> None:
-        """Free the session's cache. Closing one that is not there does nothing."""
+        """Free the session's cache. Does nothing if the session does not exist."""

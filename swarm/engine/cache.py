@@ -1,9 +1,9 @@
-"""Compiled graphs kept on disk, so that a restart need not compile.
+"""A disk cache of compiled graphs, which saves the compilation after a restart.
 
-One directory per graph, named by everything that the result depends on. OpenVINO writes its blob
-there; `sealed.json` then states the blob's size and SHA-256. Without a matching seal (the process died while
-writing, the disk failed) the entry is thrown away: a bad blob can crash the process that loads it. The seal's
-time is that of its last use; `evict` keeps the entries that were used last.
+Each entry is a directory named by a hash of everything that the compiled graph depends on. OpenVINO writes its blob
+there; the seal, `sealed.json`, then records the blob's size and SHA-256. An entry without a matching seal (the
+process died while writing, or the disk failed) is deleted, because a bad blob can crash the process that loads it.
+The seal's modification time is the entry's last use; `evict` keeps the most recently used entries.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from swarm.errors import PackageError
 from swarm.model.manifest import FileEntry, describe_file
 
 _SEAL = "sealed.json"
-_KEPT = 8
+_MAX_ENTRIES = 8
 
 
 def entry_path(cache_dir: Path, *key: str) -> Path:
-    """The directory for what `key` names, all of it."""
+    """The directory of the entry with this `key`."""
     return cache_dir / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
 
 @contextmanager
 def locked(entry: Path) -> Iterator[None]:
-    """Hold `entry` alone among processes: of several peers that start at once, one compiles.
+    """Lock `entry` against other processes: if several peers start at once, one compiles and the others wait.
 
-    The system drops the lock of a process that dies. Raises OSError where the directory is unwritable.
+    The system releases the lock when the process ends. Raises OSError if the directory is not writable.
     """
     entry.parent.mkdir(parents=True, exist_ok=True)
     with _lock_file(entry).open("w") as file:
@@ -44,8 +44,8 @@ def locked(entry: Path) -> Iterator[None]:
 
 
 def discard_if_damaged(entry: Path) -> None:
-    """Remove `entry` unless its seal fits its files."""
-    sealed = _sealed(entry)
+    """Delete `entry` unless its seal matches its files."""
+    sealed = _read_seal(entry)
     if not sealed or sealed != _content(entry):
         discard(entry)
 
@@ -55,19 +55,19 @@ def discard(entry: Path) -> None:
 
 
 def seal(entry: Path) -> None:
-    """State what is in `entry` now, in one atomic step. Raises OSError."""
-    if sorted(str(file["path"]) for file in _sealed(entry)) == sorted(path.name for path in _blobs(entry)):
+    """Record the files of `entry` atomically. Raises OSError."""
+    if sorted(str(file["path"]) for file in _read_seal(entry)) == sorted(path.name for path in _blobs(entry)):
         os.utime(entry / _SEAL)
-        return  # served as it was
+        return  # The entry was read, not written.
     fresh = entry / f"{_SEAL}.new"
     fresh.write_text(json.dumps(_content(entry)))
     os.replace(fresh, entry / _SEAL)
 
 
-def evict(cache_dir: Path, keep: int = _KEPT) -> None:
-    """Remove what was not used lately: all but the `keep` entries used last, and those in somebody's hands.
+def evict(cache_dir: Path, keep: int = _MAX_ENTRIES) -> None:
+    """Delete the least recently used entries beyond `keep`, except those that a process has locked.
 
-    A process that has loaded an entry needs its files no more. Raises OSError.
+    A process that has loaded an entry does not need its files any more. Raises OSError.
     """
     used = {path.parent: path.stat().st_mtime_ns for path in cache_dir.glob(f"*/{_SEAL}")}
     for entry in sorted(used, key=used.__getitem__, reverse=True)[keep:]:
@@ -77,12 +77,12 @@ def evict(cache_dir: Path, keep: int = _KEPT) -> None:
 
 
 def _lock_file(entry: Path) -> Path:
-    """It stays when its entry goes: whoever waits for it must not hold another file than who comes later."""
+    """Stays when its entry is deleted: processes that wait for it and later ones must lock the same file."""
     return entry.with_suffix(".lock")
 
 
-def _sealed(entry: Path) -> list[dict[str, object]]:
-    """What the seal states, each a `FileEntry` as a dict; nothing where there is no readable seal."""
+def _read_seal(entry: Path) -> list[dict[str, object]]:
+    """The files that the seal records, each a `FileEntry` as a dict; empty without a readable seal."""
     try:
         return [asdict(FileEntry(**file)) for file in json.loads((entry / _SEAL).read_bytes())]
     except (OSError, ValueError, TypeError, PackageError):

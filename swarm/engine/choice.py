@@ -1,4 +1,4 @@
-"""Which engine serves a span: by name, or by what the device can run."""
+"""The choice of the engine for a span: by name, or by the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENGINE_CHOICES: tuple[EngineChoice, ...] = get_args(EngineChoice)
 
 
 def engines_to_try(choice: str, device: str) -> tuple[EngineKind, ...]:
-    """What `choice` comes to on `device`: the first of these that works. Raises ConfigError where none can."""
+    """The engines for `choice` on `device`, in order of preference. Raises ConfigError if none can run there."""
     kind = device.partition(".")[0]
     match choice:
         case "auto" if kind == "NPU":
@@ -35,7 +35,7 @@ def engines_to_try(choice: str, device: str) -> tuple[EngineKind, ...]:
         case "paged":
             return ("paged",)
         case "stateful" if kind == "NPU":
-            raise ConfigError("an NPU takes graphs with neither state nor dynamic shapes: use --engine static there")
+            raise ConfigError("an NPU runs only graphs without state or dynamic shapes: use --engine static there")
         case "stateful":
             return ("stateful",)
     raise ConfigError(f"engine is {choice!r}; it must be {', '.join(ENGINE_CHOICES)}")
@@ -59,13 +59,13 @@ def open_chosen_engine(
     kv_tokens: int = 0,
     store: KvStore | None = None,
 ) -> Engine:
-    """The engine of `kind` on `span`, compiled and warm.
+    """Open the engine of `kind` on `span`, compiled and warmed up.
 
-    A paged one has room for `kv_tokens`, over all sessions; with `store` it shares that one's. What can be read back
-    is kept compiled in `cache_dir`, which a paged graph cannot. Raises PackageError, EngineError, ConfigError,
+    A paged engine holds `kv_tokens` positions over all sessions, or shares `store`. Compiled graphs are cached in
+    `cache_dir`, except paged ones, which OpenVINO cannot read back. Raises PackageError, EngineError, ConfigError,
     UnsupportedModel for a graph that cannot be paged.
     """
-    # Each engine is loaded where it is wanted alone.
+    # Imported here: each engine is loaded only when it is used.
     if kind == "paged":
         from swarm.engine.paged.engine import open_paged_engine
 
@@ -89,10 +89,10 @@ def open_chosen_engine(
 
 
 def max_tokens_of(kind: EngineKind, manifest: Manifest) -> int:
-    """How many tokens an engine of `kind` takes in one go, and attends to."""
+    """How many tokens an engine of `kind` accepts in one step, and attends to."""
     return manifest.static.context if kind == "static" and manifest.static else manifest.context_length
 
 
 def graphs_of(kind: EngineKind) -> int:
-    """How many compiled graphs, each with its weights, an engine of `kind` is."""
+    """How many compiled graphs, each with its own weights, an engine of `kind` has."""
     return 2 if kind == "static" else 1

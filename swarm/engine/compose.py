@@ -1,4 +1,4 @@
-"""The files of a span, joined into one graph.
+"""Joins the files of a span into one graph.
 
 ::
 
@@ -6,10 +6,10 @@
     (a = 0)      ▲            ▲                     ▲          (b = the last layer)
                  └── attention_mask, position_ids, beam_idx: one input each, for all layers
 
-Every layer's file computes mask and rotary values from shapes of its own tensors. Left like that, a
-span of thirty layers computes them thirty times. All layers of a span see the same past length and
-the same tokens, so each layer's ShapeOf is moved to the tensor of the same meaning in the first layer;
-the copies are then equal expressions of equal inputs, and OpenVINO's own passes merge them.
+Each layer's file computes mask and rotary values from the shapes of its own tensors. Unchanged, a span of
+thirty layers would compute them thirty times. All layers of a span have the same past length and the same
+tokens, so each layer's ShapeOf is redirected to the tensor of the same meaning in the first layer. The copies
+are then equal expressions of equal inputs, and OpenVINO's own passes merge them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from swarm.model.spans import LayerRange
 
 _SHARED = ("input_ids", "attention_mask", "position_ids", "beam_idx")
 _HIDDEN = "hidden_states"
-# Of a cached graph the CPU plugin (OpenVINO 2026.4.1) no longer knows that it is a language model, the condition
-# under which it computes from 16-bit weights. Measured: 278 MB for a layer of 116 MB, 125 MB without the cache.
+# The CPU plugin (OpenVINO 2026.4.1) computes from 16-bit weights only in graphs that it recognizes as language models.
+# It does not recognize a graph read from the cache. Measured: 278 MB for a layer of 116 MB, 125 MB without the cache.
 _HALF_FLOATS = ("f16", "bf16")
 
 
@@ -39,32 +39,31 @@ def compose(
     manifest: Manifest,
     span: LayerRange,
     *,
-    logit_rows: bool = True,
     rows_axis: int = 1,
     beam_idx: bool = True,
 ) -> ov.Model:
-    """One graph for `span` out of the package's files, which are memory-mapped, not copied.
+    """Build one graph for `span` from the package's files, which are memory-mapped, not copied.
 
     Inputs: `input_ids` [1, n] i64 on the span with layer 0, else `hidden_states` [1, n, hidden] f32;
-    `attention_mask` [1, past + n] i64, `position_ids` [1, n] i64, `beam_idx` [1] i32, each where some
-    layer reads it; with the last layer and `logit_rows`, `logit_rows` [m] i64: the positions of the n
-    that want logits, along `rows_axis` (0 in a graph that is going to be paged). Output: `hidden_states_out`
-    [1, n, hidden], or `logits` [1, m or n, vocab], f32.
+    `attention_mask` [1, past + n] i64, `position_ids` [1, n] i64, `beam_idx` [1] i32, each if a layer
+    reads it; with the last layer, `logit_rows` [m] i64: the positions among the n that return logits, along
+    `rows_axis` (0 in a graph that will be paged). Output: `hidden_states_out` [1, n, hidden], or `logits`
+    [1, m, vocab], f32.
 
-    `beam_idx=False` drops the Gather behind the cached keys and values, which costs the fused
-    attention: it is there to measure what the Gather is worth.
+    `beam_idx=False` drops the Gather behind the cached keys and values, and with it the fused attention.
+    It exists to measure the effect of the Gather.
 
-    Raises DamagedFile where a file cannot be read, PackageError where the files do not fit together.
+    Raises DamagedFile if a file cannot be read, PackageError if the files do not fit together.
     """
     parts = manifest.span_parts(span)
-    join = _Join(keep_beams=beam_idx)
+    composer = _Composer(keep_beam_idx=beam_idx)
     if EMBED in parts:
-        join.embed(read_part(package, EMBED))
+        composer.embed(read_part(package, EMBED))
     for layer in span:
-        join.layer(read_part(package, layer_part(layer)), layer_part(layer), window=manifest.layers[layer].window)
+        composer.layer(read_part(package, layer_part(layer)), layer_part(layer), window=manifest.layers[layer].window)
     if HEAD in parts:
-        join.head(read_part(package, HEAD), logit_rows=logit_rows, rows_axis=rows_axis)
-    return join.model(f"{manifest.name} {span}")
+        composer.head(read_part(package, HEAD), rows_axis)
+    return composer.model(f"{manifest.name} {span}")
 
 
 def open_engine(
@@ -77,8 +76,9 @@ def open_engine(
     threads: int = 0,
     cache_dir: Path | None = None,
 ) -> StatefulEngine:
-    """Compose and compile `span`, stand an engine on it and warm it up. The files' hashes are the caller's
-    to check. Float weights of 16 bits are compiled anew each time: a graph from the cache would hold them in f32.
+    """Compose and compile `span`, create its engine and warm it up. The caller checks the files' hashes.
+
+    16-bit float weights are compiled anew each time, because a graph from the cache would hold them in f32.
 
     Raises PackageError for the files, EngineError for the device, ConfigError for the settings.
     """
@@ -100,7 +100,7 @@ def open_engine(
 
 
 def read_part(package: Path, part: str, weights: str = "") -> ov.Model:
-    """The graph PART.xml over `weights`.bin, its own where none is named. Raises DamagedFile."""
+    """Read the graph PART.xml with the weights `weights`.bin (default: PART.bin). Raises DamagedFile."""
     path = package / f"{part}.xml"
     try:
         return ov.Core().read_model(path, package / f"{weights or part}.bin")
@@ -109,67 +109,66 @@ def read_part(package: Path, part: str, weights: str = "") -> ov.Model:
         raise DamagedFile(f"{path} is not a readable graph ({reason}): fetch or export it again") from error
 
 
-class _Join:
-    """The graph so far: its inputs, the tensor that the next part reads, and where shapes are read."""
+class _Composer:
+    """The graph so far: its inputs, the tensor that the next part reads, and the tensors that shapes are read from."""
 
-    def __init__(self, *, keep_beams: bool) -> None:
-        self._keep_beams = keep_beams
+    def __init__(self, *, keep_beam_idx: bool) -> None:
+        self._keep_beam_idx = keep_beam_idx
         self._inputs: dict[str, Any] = {}
         self._sinks: list[Any] = []
         self._variables: dict[str, Any] = {}
-        self._entry: Any = None  # the first layer's input: the shape of every layer's input
-        self._hidden: Any = None  # what the next part reads
-        self._roots: dict[tuple[object, ...], Any] = {}  # meaning of a cache tensor -> the first such
+        self._layer_input: Any = None  # the first layer's input: every layer's input has its shape
+        self._hidden: Any = None  # the input of the next part
+        self._shape_sources: dict[tuple[object, ...], Any] = {}  # meaning of a cache tensor -> the first tensor with it
         self._output = "hidden_states_out"
-        self._first: Any = None  # the first layer's own model, for its rt_info
+        self._first_layer: Any = None  # the first layer's own model, for its rt_info
 
     def embed(self, part: ov.Model) -> None:
         self._share_inputs(part, "embed")
-        self._hidden = self._entry = _only_result(part, "embed")
+        self._hidden = self._layer_input = _only_result(part, "embed")
 
     def layer(self, part: ov.Model, name: str, *, window: int | None) -> None:
-        self._first = self._first or part
-        nodes = part.get_ordered_ops()  # listed now: once joined, the walk leads into earlier layers
+        self._first_layer = self._first_layer or part
+        nodes = part.get_ordered_ops()  # Listed before joining: afterwards it would include earlier layers.
         self._share_inputs(part, name)
         for node in nodes:
-            if not self._keep_beams and _is_beam_gather(node):
+            if not self._keep_beam_idx and _is_beam_gather(node):
                 node.output(0).replace(node.input(0).get_source_output())
             elif node.get_type_name() == "ShapeOf":
-                self._reroot(node, window)
+                self._share_shape(node, window)
         for variable in part.get_variables():
-            ident = variable.info.variable_id
-            if ident in self._variables:
-                raise PackageError(f"two layers of this package keep the state {ident!r}: export it again")
-            self._variables[ident] = variable
+            variable_id = variable.info.variable_id
+            if variable_id in self._variables:
+                raise PackageError(f"two layers of this package keep the state {variable_id!r}: export it again")
+            self._variables[variable_id] = variable
         self._sinks += part.get_sinks()
         self._hidden = _only_result(part, name)
 
-    def head(self, part: ov.Model, *, logit_rows: bool, rows_axis: int) -> None:
-        if logit_rows:
-            rows = ops.parameter([-1], ov.Type.i64, name="logit_rows")
-            rows.output(0).tensor.set_names({"logit_rows"})
-            self._inputs["logit_rows"] = rows
-            # Named, because the compiled graph's cache is keyed by names and generated ones count up.
-            axis = ops.constant(rows_axis, ov.Type.i64, name="logit_rows/axis")
-            self._hidden = ops.gather(self._hidden, rows, axis, name="logit_rows/gather").output(0)
-            self._entry = self._hidden
+    def head(self, part: ov.Model, rows_axis: int) -> None:
+        rows = ops.parameter([-1], ov.Type.i64, name="logit_rows")
+        rows.output(0).tensor.set_names({"logit_rows"})
+        self._inputs["logit_rows"] = rows
+        # Named explicitly: OpenVINO keys its cache by names, and generated names contain a counter.
+        axis = ops.constant(rows_axis, ov.Type.i64, name="logit_rows/axis")
+        self._hidden = ops.gather(self._hidden, rows, axis, name="logit_rows/gather").output(0)
+        self._layer_input = self._hidden
         self._share_inputs(part, "head")
         self._hidden = _only_result(part, "head")
         self._output = "logits"
 
     def model(self, name: str) -> ov.Model:
         result = ops.result(self._hidden, name="output")
-        inputs = [p for key, p in self._inputs.items() if self._keep_beams or key != "beam_idx"]
+        inputs = [p for key, p in self._inputs.items() if self._keep_beam_idx or key != "beam_idx"]
         model = ov.Model([result], self._sinks, inputs, list(self._variables.values()), name)
         model.outputs[0].tensor.set_names({self._output})
-        # Dropping runtime_options would change the precision of the KV cache.
-        for key, value in self._first.get_rt_info().items():
+        # Without the runtime_options the KV cache would have another precision.
+        for key, value in self._first_layer.get_rt_info().items():
             model.set_rt_info(value, key)
         model.validate_nodes_and_infer_types()
         return model
 
     def _share_inputs(self, part: ov.Model, owner: str) -> None:
-        """Feed `part` from the graph so far: hidden states from the part before, the rest shared."""
+        """Connect the inputs of `part`: hidden states to the part before, the others to the shared inputs."""
         for parameter in part.get_parameters():
             port = parameter.output(0)
             names = port.get_names() & {_HIDDEN, *_SHARED}
@@ -180,25 +179,25 @@ class _Join:
             if name == _HIDDEN and self._hidden is not None:
                 for reader in list(port.get_target_inputs()):
                     shape_only = reader.get_node().get_type_name() == "ShapeOf"
-                    reader.replace_source_output(self._entry if shape_only else self._hidden)
+                    reader.replace_source_output(self._layer_input if shape_only else self._hidden)
             elif name in self._inputs:
                 for reader in list(port.get_target_inputs()):
                     reader.replace_source_output(self._inputs[name].output(0))
             else:
                 self._inputs[name] = parameter
                 if name == _HIDDEN:
-                    self._hidden = self._entry = port
+                    self._hidden = self._layer_input = port
 
-    def _reroot(self, shape_of: Any, window: int | None) -> None:
+    def _share_shape(self, shape_of: Any, window: int | None) -> None:
         """Let ShapeOf read the span's first tensor of the same shape *and* meaning.
 
-        Layers of other head counts have another shape; layers with a sliding window may hold another
-        number of positions. Neither may lend its shape to the others.
+        Layers with another head count have another shape. Layers with a sliding window may cache another number
+        of positions. Such layers do not share shapes.
         """
         source = shape_of.input(0).get_source_output()
         meaning = _cache_meaning(source.get_node())
         if meaning is not None:
-            root = self._roots.setdefault((meaning, str(source.get_partial_shape()), window), source)
+            root = self._shape_sources.setdefault((meaning, str(source.get_partial_shape()), window), source)
             if root is not source:
                 shape_of.input(0).replace_source_output(root)
 
@@ -215,7 +214,7 @@ def _is_beam_gather(node: Any) -> bool:
 
 
 def _cache_meaning(node: Any) -> str | None:
-    """`past` for cached keys or values, `present` for them with the step's appended, else None."""
+    """`past` for cached keys or values, `present` for these with the step's own appended, else None."""
     if node.get_type_name() == "ReadValue" or _is_beam_gather(node):
         return "past"
     if node.get_type_name() == "Concat" and _cache_meaning(_producer(node, 0)) == "past":

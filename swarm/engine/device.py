@@ -1,4 +1,4 @@
-"""From a graph to a compiled graph: the settings of each device, and what they really came to."""
+"""Compiles graphs: the settings of each device, and the precisions that resulted."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from swarm.process.priority import low_priority
 
 EXACT = Numerics(inference="f32", kv="f32")
 STATEFUL_ATTENTION, PAGED_ATTENTION = "ScaledDotProductAttention", "PagedAttention"
-"""What the CPU plugin calls a layer's attention that it runs as one operation."""
-_KEPT_KERNELS = 64
-"""What the CPU plugin makes for a step's size it keeps, 150 KB a layer, for thousands of sizes, and oneDNN beside it: a
-peer with many users grew without end. Making it again takes nothing that could be measured."""
-_ONEDNN_KEEPS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+"""The CPU plugin's names for a layer's attention that runs as one fused operation."""
+_MAX_CACHED_KERNELS = 64
+"""The CPU plugin caches kernels for each step size, 150 KB a layer, for thousands of sizes, and oneDNN does too: the
+memory of a peer with many users grew without bound. Making a kernel again takes no measurable time."""
+_ONEDNN_CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledSpan:
-    """A graph on its device. `numerics` is read back from it; `device` is its name, `CPU` or `GPU.0`."""
+    """A compiled graph. `numerics` is read back from it; `device` is a name such as `CPU` or `GPU.0`."""
 
     model: ov.CompiledModel
     numerics: Numerics
@@ -48,17 +48,17 @@ def compile_span(
     attention: str = STATEFUL_ATTENTION,
     settings: Mapping[str, str] | None = None,
 ) -> CompiledSpan:
-    """Compile `model`, which is the caller's to drop afterwards (its weights stay mapped until then).
+    """Compile `model`. The caller drops it afterwards; its weights stay mapped until then.
 
-    `accuracy` is f32 with an f32 KV cache, or an error; `performance` is what the device does by
-    default. With `cache_dir` the result is kept under `cache_key`, the settings and OpenVINO's version; a
-    damaged cache is deleted and compiled again. With `fused`, each of `attention_layers` must have
-    become one operation `attention` on the CPU. `settings` are properties beyond those that follow from the others.
+    `accuracy` is f32 with an f32 KV cache, or an error; `performance` is the device's default. With `cache_dir` the
+    result is cached under `cache_key`, the settings and OpenVINO's version; a damaged entry is deleted and compiled
+    again. With `fused`, each of `attention_layers` must be one operation `attention` on the CPU. `settings` are
+    additional properties.
 
-    Raises ConfigError for a setting that cannot be, EngineError for what the device would not do.
+    Raises ConfigError for an invalid setting, EngineError if the device cannot compile the graph as required.
     """
-    # it is read when the first kernel is made; there is no other way
-    os.environ.setdefault(_ONEDNN_KEEPS, str(_KEPT_KERNELS))
+    # oneDNN reads the variable when it makes its first kernel, and has no other setting for it.
+    os.environ.setdefault(_ONEDNN_CAPACITY, str(_MAX_CACHED_KERNELS))
 
     def compiled_model() -> ov.CompiledModel:
         core = ov.Core()
@@ -82,12 +82,12 @@ def compile_span(
 
 
 def check_device(device: str) -> None:
-    """Raises ConfigError where this machine has no such device, naming those that it has."""
+    """Raises ConfigError if this machine has no such device, naming the devices that it has."""
     _check_device(ov.Core(), device)
 
 
 def device_identity(device: str) -> tuple[str, str]:
-    """The name of the hardware and OpenVINO's version. Raises ConfigError where this machine has no such device."""
+    """The name of the hardware and OpenVINO's version. Raises ConfigError if this machine has no such device."""
     core = ov.Core()
     _check_device(core, device)
     return _identity(core, device)
@@ -105,14 +105,14 @@ def _check_device(core: ov.Core, device: str) -> None:
 
 def _properties(core: ov.Core, device: str, precision: str, threads: int) -> dict[str, Any]:
     if precision not in PRECISIONS:
-        raise ConfigError(f"precision {precision!r} is none of {', '.join(PRECISIONS)}")
+        raise ConfigError(f"precision is {precision!r}; it must be {' or '.join(PRECISIONS)}")
     if not 0 <= threads <= 4096:
         raise ConfigError(f"threads is {threads}; 0 leaves the choice to OpenVINO, else 1 or more")
     _check_device(core, device)
     wanted: dict[str, Any] = {"NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY"}
     if precision == "accuracy":
-        # The execution mode alone leaves the inference precision open, and a KV precision that the
-        # model's own runtime_options ask for would win over it.
+        # The execution mode alone does not fix the inference precision, and a KV precision in the model's own
+        # runtime_options would take precedence over it.
         wanted |= {
             "EXECUTION_MODE_HINT": "ACCURACY",
             "INFERENCE_PRECISION_HINT": "f32",
@@ -122,12 +122,12 @@ def _properties(core: ov.Core, device: str, precision: str, threads: int) -> dic
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
         }
     if threads:
-        # Pinned threads of several peers on one machine would all sit on the first cores.
+        # Pinned threads of several peers on one machine would all run on the first cores.
         wanted |= {"INFERENCE_NUM_THREADS": threads, "ENABLE_CPU_PINNING": False}
     supported = core.get_property(device, "SUPPORTED_PROPERTIES")
     properties = {name: value for name, value in wanted.items() if name in supported}
-    if device.startswith("CPU"):  # it takes this one without listing it
-        properties["CPU_RUNTIME_CACHE_CAPACITY"] = _KEPT_KERNELS
+    if device.startswith("CPU"):  # The CPU plugin accepts this property but does not list it.
+        properties["CPU_RUNTIME_CACHE_CAPACITY"] = _MAX_CACHED_KERNELS
     return properties
 
 
@@ -148,13 +148,13 @@ def _compile_cached(
             try:
                 compiled = core.compile_model(model, device, cached)
                 if device.startswith("CPU") and not compiled.get_property("LOADED_FROM_CACHE"):
-                    # A graph that was just compiled keeps the constants that were folded on the way (the scales of
-                    # 4-bit weights, in f32) in its heap. Read from the blob they lie in a mapped file that can go.
+                    # A graph that was just compiled holds folded constants (the f32 scales of 4-bit weights) on the
+                    # heap. Read from the blob they are in a mapped file whose pages can be dropped.
                     del compiled
                     compiled = core.compile_model(model, device, cached)
             except RuntimeError:
                 discard(entry)
-                _logger.warning("compiling without the cache: %s would not serve", entry)
+                _logger.warning("compiling without the cache: %s cannot be used", entry)
                 return core.compile_model(model, device, dict(properties))
             seal(entry)
             evict(cache_dir)
@@ -179,18 +179,18 @@ def _numerics(compiled: ov.CompiledModel, precision: str) -> Numerics:
 
 
 def _check_attention(compiled: ov.CompiledModel, layers: int, attention: str) -> None:
-    """Attention that fell apart still answers, at half the speed: better to refuse than to be slow."""
+    """Refuse a graph whose attention is not fused: it would give the same results at half the speed."""
     fused = 0
     for node in compiled.get_runtime_model().get_ops():
         kind = node.get_rt_info()["layerType"]
         fused += str(getattr(kind, "value", kind)) == attention
     if fused != layers:
         raise EngineError(
-            f"{fused} of {layers} layers compiled to a fused attention; the graph lacks what the plugin "
+            f"{fused} of {layers} layers compiled to a fused attention; the graph lacks the pattern that the plugin "
             "looks for (beam_idx behind each cached key and value): export the model again"
         )
 
 
 def _reason(error: Exception) -> str:
-    """The last line of an OpenVINO exception: the lines before it are source positions."""
+    """The last line of an OpenVINO exception; the lines before it are source positions."""
     return ([line.strip() for line in str(error).splitlines() if line.strip()] or ["no reason given"])[-1]

@@ -1,7 +1,7 @@
-"""Logical positions of a session against the slots of its KV cache. Pure: numbers in, numbers out.
+"""Maps the logical positions of a session to the slots of its KV cache. Pure: numbers in, numbers out.
 
-A model's cache only ever grows. A rewind leaves slots behind that no position owns: dead slots, hidden
-from attention by zeros in the mask.
+A model's cache can only grow. After a rewind, the slots of the dropped positions are dead: zeros in the
+mask hide them from attention.
 
 ::
 
@@ -11,9 +11,9 @@ from attention by zeros in the mask.
     position   0   1   2   -   -   -   3   4       length 5, slots 8, dead 3
     mask       1   1   1   0   0   0   1   1       positions never have gaps, slots do
 
-Where many are dead, or the room is short, the plan asks for a compaction: `keep` names the slots to
-carry over, and the cache starts at those. A sliding window counts slots, not positions, so beyond the
-window there must be no dead slots at all: every rewind becomes a compaction there.
+If many slots are dead, or the cache is nearly full, the plan asks for a compaction: only the slots in `keep`
+are copied into the new cache. A sliding window counts slots, not positions. A cache longer than the window
+must therefore have no dead slots: there, every rewind is a compaction.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from swarm.engine.steps import check_place
+from swarm.engine.steps import check_position
 from swarm.errors import BadStep
 
-# A compaction copies the cache through f32 (5 ms at 66 positions of SmolLM2, growing with the length)
-# where a dead slot costs one more key in each attention. Few dead slots are not worth it.
+# A compaction copies the cache through f32 (5 ms at 66 positions of SmolLM2, growing with the length).
+# A dead slot costs one more key in each attention. For few dead slots a compaction costs more than it saves.
 _MIN_DEAD = 64
 _DEAD_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one step needs. `keep` [k] int64: the slots to carry over before it, None to leave all.
+    """How to run one step. `keep` [k] int64: the slots to which the cache is compacted first, None for no compaction.
 
-    `attention_mask` [1, slots + n] int64 and `position_ids` [1, n] int64 are views to read, not to
-    change.
+    `attention_mask` [1, slots + n] int64 and `position_ids` [1, n] int64 are read-only views.
     """
 
     start: int
@@ -48,15 +47,15 @@ class Plan:
 
     @property
     def first_slot(self) -> int:
-        """The slot that the first of the new tokens takes."""
+        """The slot of the first new token."""
         return int(self.attention_mask.shape[1]) - self.n
 
 
 class Ledger:
-    """One session's positions. `plan` decides, and changes nothing; `commit` records what was done.
+    """One session's positions. `plan` decides without changing anything; `commit` records that a plan was run.
 
-    Never more than `max_tokens` slots are used, dead ones included. `window` is the smallest sliding
-    window among the span's layers.
+    At most `max_tokens` slots are used, dead ones included. `window` is the smallest sliding window among
+    the span's layers.
     """
 
     def __init__(self, max_tokens: int, *, window: int | None = None) -> None:
@@ -72,15 +71,15 @@ class Ledger:
 
     @property
     def dead(self) -> int:
-        """Slots that no position owns."""
+        """The number of slots without a position."""
         return self.slots - self.length
 
     def plan(self, start: int, n: int) -> Plan:
-        """What it takes to have `n` tokens follow position `start`, forgetting what was there.
+        """How to append `n` tokens at position `start`, after a rewind to it.
 
-        Raises BadStep for a step that leaves a gap or is empty, ContextExceeded for one too long.
+        Raises BadStep for a step that leaves a gap or is empty, ContextExceeded for a step that is too long.
         """
-        check_place(start, n, length=self.length, max_tokens=self._max_tokens)
+        check_position(start, n, length=self.length, max_tokens=self._max_tokens)
         slots, keep = self.slots, None
         if self._must_compact(start, n):
             keep, slots = self._slot_of[:start].copy(), start
@@ -93,7 +92,7 @@ class Ledger:
         return Plan(start, n, keep, mask, self._counting[:, start : start + n])
 
     def commit(self, plan: Plan) -> None:
-        """The step of `plan`, the last that was made, has been run."""
+        """Record that the most recent `plan` has been run."""
         if plan.keep is not None:
             self._slot_of[: plan.start] = self._counting[0, : plan.start]
         self.length, self.slots = plan.start + plan.n, plan.first_slot + plan.n
@@ -104,7 +103,7 @@ class Ledger:
         if dead == 0:
             return False
         return (
-            start == 0  # nothing to carry over: a reset, which costs nothing
+            start == 0  # Nothing to copy: a reset, which is free.
             or self.slots + n > min(self._max_tokens, self._window)
             or (dead >= _MIN_DEAD and dead * _DEAD_SHARE > self.slots)
         )

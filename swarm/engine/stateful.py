@@ -1,7 +1,7 @@
 """The engine whose KV caches are the graph's own state: one InferRequest for each session.
 
-Steps of several sessions run one after another. A session is as it was until its step has run; the
-one exception is a failure of the device in the middle, which closes the session and says so.
+Steps of several sessions run one after another. A session changes only when its step has run. If the device
+fails during a step, the session is closed and the step's result is an EngineError.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from swarm.engine.base import Step, StepResult
 from swarm.engine.device import CompiledSpan
 from swarm.engine.ledger import Ledger, Plan
-from swarm.engine.steps import WARM_UP_TOKENS, Sessions, StepRules, all_finite, run_in_turn, run_warm_up
+from swarm.engine.steps import WARM_UP_TOKENS, Sessions, StepRules, all_finite, run_one_by_one, run_warm_up
 from swarm.errors import EngineError
 from swarm.model.manifest import Manifest
 from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange
 
-# A kept request starts the next session some ms faster, and keeps the memory of the last one.
+# A reused request saves some ms at the start of a session, and keeps the memory of the session before.
 _SPARE_REQUESTS = 1
 
 
@@ -30,12 +30,12 @@ _SPARE_REQUESTS = 1
 class _Session:
     request: ov.InferRequest
     ledger: Ledger
-    # What the request reads. It keeps a pointer into each array, not a reference.
+    # The arrays that the request reads, held here because the request has only pointers to them.
     inputs: dict[str, NDArray[np.generic]] = field(default_factory=dict)
 
 
 class StatefulEngine:
-    """`Engine` over a compiled span (`swarm.engine.compose.compose` says what its inputs are)."""
+    """`Engine` over a compiled span. Its inputs: see `swarm.engine.compose.compose`."""
 
     def __init__(self, compiled: CompiledSpan, manifest: Manifest, span: LayerRange) -> None:
         self._compiled = compiled.model
@@ -59,7 +59,7 @@ class StatefulEngine:
 
     def open(self, session: str, max_tokens: int) -> None:
         """Raises EngineError if it exists, ContextExceeded beyond the model's context, BadStep below 1."""
-        self._sessions.claim(session)
+        self._sessions.check_unused(session)
         self._rules.check_length(max_tokens)
         ledger = Ledger(max_tokens, window=self._window)
         self._sessions[session] = _Session(self._new_request(), ledger)
@@ -74,12 +74,12 @@ class StatefulEngine:
         try:
             closed.request.reset_state()
         except RuntimeError:
-            return  # a request that cannot be emptied is not for another session; dropping it frees it
+            return  # A request that cannot be reset is not reused; dropping it frees it.
         self._spare.append(closed.request)
 
     def forward(self, steps: Sequence[Step]) -> list[StepResult]:
-        """As `Engine` says; see `run_in_turn`."""
-        return run_in_turn(steps, self._step)
+        """As `Engine` says; see `run_one_by_one`."""
+        return run_one_by_one(steps, self._step)
 
     def warm_up(self) -> None:
         """See `run_warm_up`."""
@@ -92,7 +92,7 @@ class StatefulEngine:
         try:
             output = self._run(session, step, plan)
         except (RuntimeError, MemoryError, EngineError) as error:
-            # The cache may hold half a step now, and the request may be stuck in it.
+            # The cache may now hold part of the step, and the request may still be running it.
             del self._sessions[step.session]
             raise EngineError(
                 f"session {step.session!r} failed at position {step.start} and was closed ({error}): "
@@ -112,7 +112,7 @@ class StatefulEngine:
         self._feed(session, "attention_mask", plan.attention_mask, np.int64)
         self._feed(session, "position_ids", plan.position_ids, np.int64)
         if self._rules.gives_logits:
-            # One row at least: a graph need not cope with an empty tensor.
+            # At least one row: graphs need not accept an empty tensor.
             self._feed(session, "logit_rows", np.arange(n - max(step.rows, 1), n), np.int64)
         session.request.infer(share_outputs=True)
         if self._rules.gives_logits and step.rows == 0:
@@ -124,16 +124,16 @@ class StatefulEngine:
         return output
 
     def _feed(self, session: _Session, name: str, values: NDArray[np.generic], dtype: type[np.generic]) -> None:
-        """Copy `values` to where the request reads `name`; the request hears of it where the shape changed."""
+        """Copy `values` to the array that the request reads as `name`; set a new one if the shape changed."""
         index = self._ports.get(name)
         if index is None:
-            return  # a span leaves out the inputs that none of its layers reads
-        held = session.inputs.get(name)
-        if held is not None and held.shape == values.shape:
-            held[...] = values
+            return  # A span's graph has only the inputs that some of its layers read.
+        buffer = session.inputs.get(name)
+        if buffer is not None and buffer.shape == values.shape:
+            buffer[...] = values
         else:
-            held = session.inputs[name] = np.array(values, dtype, order="C")
-            session.request.set_input_tensor(index, ov.Tensor(held, shared_memory=True))
+            buffer = session.inputs[name] = np.array(values, dtype, order="C")
+            session.request.set_input_tensor(index, ov.Tensor(buffer, shared_memory=True))
 
     def _new_request(self) -> ov.InferRequest:
         if self._spare:
@@ -148,7 +148,7 @@ class StatefulEngine:
 
 
 def _keep_slots(request: ov.InferRequest, keep: NDArray[np.int64], *, slots: int) -> None:
-    """Let every cached tensor [1, heads, slots, size] go on with the slots `keep` alone."""
+    """Compact every cached tensor [1, heads, slots, size] to the slots `keep`."""
     if len(keep) == 0:
         request.reset_state()
         return

@@ -1,4 +1,4 @@
-"""What all engines have in common: what they demand of steps and sessions, and how they run one step after another."""
+"""Code shared by all engines: checks of steps and sessions, and running steps one by one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ S = TypeVar("S")
 
 
 class Sessions(dict[str, S]):
-    """What an engine holds of each open session, by name."""
+    """An engine's data of each open session, by session name."""
 
-    def claim(self, session: str) -> None:
-        """Raises EngineError where the name is taken."""
+    def check_unused(self, session: str) -> None:
+        """Raises EngineError if the session exists."""
         if session in self:
             raise EngineError(f"session {session!r} is open already: close it first")
 
@@ -35,7 +35,7 @@ class Sessions(dict[str, S]):
 
 
 class StepRules:
-    """The shapes that steps over `span` have. Pure; positions are the cache's to check: `check_place`."""
+    """Checks the shapes of steps over `span`. Pure. The caches check positions: see `check_position`."""
 
     def __init__(self, manifest: Manifest, span: LayerRange) -> None:
         self.span = span
@@ -49,11 +49,11 @@ class StepRules:
         """Raises ContextExceeded for a session longer than the model's context."""
         if max_tokens > self.context:
             raise ContextExceeded(
-                f"{max_tokens} positions asked for, the model's context holds {self.context}: ask for less"
+                f"{max_tokens} positions requested, the model's context is {self.context}: request fewer"
             )
 
     def check(self, step: Step) -> None:
-        """Raises BadStep naming the value that is wrong."""
+        """Raises BadStep naming the invalid value."""
         tokens, hidden = step.tokens, step.hidden
         if tokens.ndim != 1 or tokens.dtype != np.int32:
             raise BadStep(f"tokens are {tokens.dtype} {list(tokens.shape)}, not int32 [n]")
@@ -80,10 +80,10 @@ class StepRules:
             raise BadStep("hidden states hold numbers that are not finite")
 
 
-def check_place(start: int, n: int, *, length: int, max_tokens: int) -> None:
-    """Whether `n` tokens can follow position `start` of a session of which `length` are cached.
+def check_position(start: int, n: int, *, length: int, max_tokens: int) -> None:
+    """Check that `n` tokens can be computed from position `start` in a session with `length` cached positions.
 
-    Raises BadStep for a step that leaves a gap or is empty, ContextExceeded for one that ends beyond the session.
+    Raises BadStep for a step that leaves a gap or is empty, ContextExceeded for a step that ends beyond the session.
     """
     if n < 1:
         raise BadStep(f"a step of {n} tokens: send at least one")
@@ -96,24 +96,24 @@ def check_place(start: int, n: int, *, length: int, max_tokens: int) -> None:
         )
 
 
-def check_single(step: Step, seen: set[str]) -> None:
-    """Raises BadStep where the session is among those `seen` in this call; it is from now on."""
+def check_unique(step: Step, seen: set[str]) -> None:
+    """Add the step's session to those `seen` in this call. Raises BadStep if it is there already."""
     if step.session in seen:
         raise BadStep(f"two steps of session {step.session!r} in one call: send them in turn")
     seen.add(step.session)
 
 
-def run_in_turn(steps: Sequence[Step], run: Callable[[Step], StepResult]) -> list[StepResult]:
-    """`Engine.forward` for an engine that runs one step after another, which `run` does or raises why not.
+def run_one_by_one(steps: Sequence[Step], run: Callable[[Step], StepResult]) -> list[StepResult]:
+    """`Engine.forward` for an engine that runs one step after another. `run` runs a step or raises SwarmError.
 
-    Raises EngineError only where every step of the call met a failing device; otherwise a failed step's place holds
-    its EngineError, and the other sessions' results stand.
+    Raises EngineError only if every step of the call failed on the device; otherwise a failed step's result is
+    its error, and the other results are valid.
     """
     results: list[StepResult] = []
     seen: set[str] = set()
     for step in steps:
         try:
-            check_single(step, seen)
+            check_unique(step, seen)
             results.append(run(step))
         except SwarmError as error:
             results.append(error)
@@ -124,11 +124,11 @@ def run_in_turn(steps: Sequence[Step], run: Callable[[Step], StepResult]) -> lis
 
 
 def run_warm_up(engine: Engine, rules: StepRules, tokens: int) -> None:
-    """A prompt of up to `tokens` and one token, in a session of its own.
+    """Run a prompt of up to `tokens` and one more token, in a session of its own.
 
-    At the first inference of several tokens, and at the first of one, a plugin packs its weights (on SmolLM2 in two
-    layouts). Done here, no user waits for it, the file's pages can go afterwards, and a graph that does not run says
-    so now. Raises what a step would.
+    A plugin packs its weights at the first inference of several tokens and at the first of one (on SmolLM2 in two
+    layouts). After the warm-up no user waits for it, the file's pages can be dropped, and a graph that does not run
+    has failed. Raises the error of a step that fails.
     """
     session = "\0warm-up"
     count = min(tokens, rules.context - 1)
@@ -145,8 +145,8 @@ def run_warm_up(engine: Engine, rules: StepRules, tokens: int) -> None:
 
 
 def all_finite(array: NDArray[np.float32]) -> bool:
-    """Without a temporary. A sum that is finite has no number in it that is not; only where it is not, or overflows,
-    are highest and lowest looked for, which NaN always is."""
+    """Whether all numbers are finite, without a temporary array: they are if their sum is. Otherwise, as the sum may
+    have overflowed, maximum and minimum decide, which are NaN if any number is."""
     with np.errstate(over="ignore", invalid="ignore"):
         if math.isfinite(np.add.reduce(array, axis=None)):
             return True

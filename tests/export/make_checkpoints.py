@@ -1,12 +1,12 @@
-"""Makes tiny random checkpoints, with what transformers says: `python -m tests.export.make_checkpoints DIRECTORY`.
+"""Makes tiny random checkpoints, with transformers' texts: `python -m tests.export.make_checkpoints DIRECTORY`.
 
 ::
 
-    DIRECTORY/FAMILY/                a checkpoint as a hub holds it: config, safetensors, tokenizer
-    DIRECTORY/FAMILY/reference.json  {"prompt": ids, "greedy": ids that transformers continues with in f32, eager}
+    DIRECTORY/FAMILY/                a checkpoint as on a hub: config, safetensors, tokenizer
+    DIRECTORY/FAMILY/reference.json  {"prompt": ids, "greedy": transformers' continuation in f32, eager}
 
-Weights are larger than at the start of a training, so that attention, windows, sinks and caps show in the text.
-One child process makes all: the imports take longer than the models.
+Weights are larger than at the start of training, so that attention, windows, sinks and caps affect the text.
+One child process makes all checkpoints, because the imports take longer than the models.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from export.checkpoint.torch_stack import load_transformers, quiet
 from tests.export.make_tiny import LAYERS, WINDOW, common_config
 
-# Saved as the hub's models are, in 16 bits; the others in f32.
+# Saved in 16 bits, like the hub's models; the others in f32.
 HALF = ("qwen2", "mixtral", "gemma3_text", "gpt_oss", "granite")
 PROMPT_TOKENS, NEW_TOKENS = 20, 12  # both longer than the window
 _SPECIALS = ["<pad>", "<s>", "</s>"]
@@ -27,7 +27,7 @@ _PATTERN = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 
 
 def configs(transformers: Any, vocab_size: int) -> dict[str, Any]:
-    """Family -> config, each with what the family has beside a plain decoder's layers."""
+    """Family -> config, each with the family's features beyond a plain decoder's layers."""
     common = common_config(vocab_size)
     experts = {"num_experts_per_tok": 2}
     pattern = {"head_dim": 16, "sliding_window": WINDOW, "layer_types": _PATTERN}
@@ -90,13 +90,13 @@ def _make(transformers: Any, config: Any, target: Path) -> None:
     prompt = [i * 7919 % config.vocab_size for i in range(3, 3 + PROMPT_TOKENS)]
     ids = list(prompt)
     with torch.no_grad():
-        for _ in range(NEW_TOKENS):  # the whole text each time: nothing of a cache, and no end-of-text
+        for _ in range(NEW_TOKENS):  # the whole text each time, without a cache, and ignoring end-of-text
             ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     (target / "reference.json").write_text(json.dumps({"prompt": prompt, "greedy": ids[PROMPT_TOKENS:]}))
 
 
 def _halve(file: Path) -> None:
-    """Store numbers that bf16 can hold in bf16."""
+    """Round the numbers to bf16 and store them in bf16."""
     from safetensors.torch import load_file, save_file
 
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}

@@ -39,7 +39,7 @@ def main(directory: Path) -> None:
 
 
 def common_config(vocab_size: int) -> dict[str, Any]:
-    """What all tiny models share."""
+    """The settings that all tiny models share."""
     return {
         "hidden_size": HIDDEN,
         "intermediate_size": 2 * HIDDEN,

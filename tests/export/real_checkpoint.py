@@ -1,9 +1,11 @@
-"""A real model as a checkpoint, its package, transformers' text: `python -m tests.export.real_checkpoint GGUF OUT EOS`.
+"""Makes a real model a checkpoint, exports it, and records transformers' text.
 
-With `PACKAGE ID ...` behind it, the checkpoint holds the weights of PACKAGE, which was exported from GGUF, and the text
-continues the prompt of these ids. Without, it holds what transformers reads from GGUF.
+Run `python -m tests.export.real_checkpoint GGUF OUT EOS [PACKAGE ID ...]`. With PACKAGE, which was exported from GGUF,
+the checkpoint has the weights of PACKAGE, and the text continues the prompt of these ids. Without it, the checkpoint
+has the weights that transformers reads from GGUF.
 
-In a process of its own, for torch's memory. OUT then holds `package` and `reference.json`, the checkpoint is gone.
+It runs in its own process, to free torch's memory. Afterwards OUT contains `package` and `reference.json`; the
+checkpoint is deleted.
 """
 
 from __future__ import annotations
@@ -65,14 +67,15 @@ def _save_read_by_transformers(transformers: Any, gguf: Path, eos: int, checkpoi
 
 
 def _save_weights_of(transformers: Any, package: Path, gguf: Path, eos: int, checkpoint: Path) -> None:
-    """The package of a Llama as a checkpoint in f32.
+    """Save the package of a Llama as a checkpoint in f32.
 
-    Its tokenizer is a byte-level one: to convert the true one takes longer than all the rest, and ids are compared.
+    Its tokenizer is byte-level: converting the real one would take longer than everything else, and the test compares
+    ids only.
     """
     import torch
     from safetensors.torch import save_file
 
-    manifest, told = load_manifest(package), read_header(gguf).metadata
+    manifest, metadata = load_manifest(package), read_header(gguf).metadata
     weights: dict[str, NDArray[Any]] = {}
     (weights["model.embed_tokens.weight"],), _ = _constants(package, EMBED)
     _, (weights["model.norm.weight"],) = _constants(package, HEAD)
@@ -83,14 +86,14 @@ def _save_weights_of(transformers: Any, package: Path, gguf: Path, eos: int, che
     config = transformers.LlamaConfig(
         architectures=["LlamaForCausalLM"],
         hidden_size=manifest.hidden_size,
-        intermediate_size=told["llama.feed_forward_length"],
+        intermediate_size=metadata["llama.feed_forward_length"],
         num_hidden_layers=len(manifest.layers),
-        num_attention_heads=told["llama.attention.head_count"],
+        num_attention_heads=metadata["llama.attention.head_count"],
         num_key_value_heads=manifest.layers[0].kv_heads,
         vocab_size=manifest.vocab_size,
         max_position_embeddings=manifest.context_length,
-        rms_norm_eps=told["llama.attention.layer_norm_rms_epsilon"],
-        rope_parameters={"rope_type": "default", "rope_theta": told["llama.rope.freq_base"]},
+        rms_norm_eps=metadata["llama.attention.layer_norm_rms_epsilon"],
+        rope_parameters={"rope_type": "default", "rope_theta": metadata["llama.rope.freq_base"]},
         tie_word_embeddings=True,
         eos_token_id=eos,
     )

@@ -1,4 +1,4 @@
-"""The command."""
+"""The command `swarm export`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,19 @@ def test_json_describes_what_was_written(app: typer.Typer, tiny_irs: Mapping[str
     out = tmp_path / "package"
     result = CliRunner().invoke(app, ["export", str(tiny_irs["phi3"]), str(out), "--verify", "--json"])
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
+    shown = json.loads(result.stdout)
     manifest = load_manifest(out)
-    assert told["digest"] == manifest.digest
-    assert (told["name"], told["layers"], told["weights"], told["max_difference"]) == ("phi3", 4, "f32", 0.0)
-    assert told["bytes"] == sum(path.stat().st_size for path in out.iterdir() if path.name != "manifest.json")
+    assert shown["digest"] == manifest.digest
+    assert (shown["name"], shown["layers"], shown["weights"], shown["max_difference"]) == (
+        "phi3",
+        4,
+        "f32",
+        0.0,
+    )
+    assert shown["bytes"] == sum(path.stat().st_size for path in out.iterdir() if path.name != "manifest.json")
 
 
-def test_a_person_reads_stderr(app: typer.Typer, tiny_irs: Mapping[str, Path], tmp_path: Path) -> None:
+def test_the_summary_for_people_is_on_stderr(app: typer.Typer, tiny_irs: Mapping[str, Path], tmp_path: Path) -> None:
     arguments = ["export", str(tiny_irs["llama"]), str(tmp_path / "package"), "--weights", "int8", "--verify"]
     result = CliRunner().invoke(app, arguments)
     assert result.stdout == ""
@@ -45,10 +50,10 @@ def test_a_person_reads_stderr(app: typer.Typer, tiny_irs: Mapping[str, Path], t
     assert "logits differ from the source's by up to" in result.stderr
 
 
-def test_refusals_reach_the_roof_as_they_are(app: typer.Typer, tmp_path: Path) -> None:
+def test_errors_are_raised_to_the_caller_of_the_command(app: typer.Typer, tmp_path: Path) -> None:
     missing = CliRunner().invoke(app, ["export", str(tmp_path / "nothing"), str(tmp_path / "package")])
     assert isinstance(missing.exception, PackageError)
-    assert missing.output == ""  # what is wrong is the only line, and the roof writes it
+    assert missing.output == ""  # The main command prints the error.
     wrong = CliRunner().invoke(app, ["export", str(tmp_path), str(tmp_path / "package"), "--weights", "int2"])
     assert wrong.exit_code == 2
 

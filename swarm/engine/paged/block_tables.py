@@ -1,7 +1,7 @@
-"""All sessions whose caches lie in one pool of blocks, whichever engine computes them. Pure.
+"""The block tables of all sessions in one pool of blocks, over all engines that share the pool. Pure.
 
-A session that is *evicted* stays open. Where there is a disk, its blocks go there and come back with its next step.
-Else it is empty: a step that counts on what it had is refused, one from position 0 fills it again.
+An *evicted* session stays open. With a disk, its blocks are saved there and restored before its next step. Without a
+disk its cache is lost: a step that needs it is refused, a step from position 0 fills it again.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _log = logging.getLogger(__name__)
 
 
 class Disk(Protocol):
-    """Where blocks can wait."""
+    """Stores the blocks of evicted sessions."""
 
     def save(self, session: str, blocks: Sequence[int]) -> bool:
-        """False where that is not possible."""
+        """Returns False if the blocks cannot be saved."""
 
     def load(self, session: str, blocks: Sequence[int]) -> None:
-        """Raises DamagedFile; the blocks hold nothing of use then."""
+        """Raises DamagedFile; the content of the blocks is undefined then."""
 
     def drop(self, session: str) -> None: ...
 
 
 class BlockTables:
-    """Names of sessions to their blocks. Names are unique over all engines that share the pool."""
+    """Block tables by session. Session names are unique over all engines that share the pool."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
@@ -41,28 +41,25 @@ class BlockTables:
         self._tables: Sessions[BlockTable] = Sessions()
         self._evicted: set[str] = set()
 
-    def __len__(self) -> int:
-        return len(self._tables)
-
     @property
     def tokens(self) -> int:
-        """The longest session that can be."""
+        """The number of positions of the longest possible session."""
         return self.pool.count * self.pool.size
 
     @property
     def free(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks that no session holds."""
         return self.pool.free
 
     def open(self, session: str, max_tokens: int) -> None:
-        """Raises EngineError if it exists."""
-        self._tables.claim(session)
+        """Raises EngineError if the session exists."""
+        self._tables.check_unused(session)
         self._tables[session] = BlockTable(self.pool, max_tokens=max_tokens)
 
     def adopt(self, session: str, packed: bytes, *, tag: bytes) -> Ids:
-        """Let a session that has just been opened share blocks; what is cached of it: see `BlockTable.adopt`.
+        """Let a newly opened session share cached blocks; returns their tokens: see `BlockTable.adopt`.
 
-        `packed` as `pack_names` makes it. Names are of `BLOCK_TOKENS` tokens: blocks of another size are not shared.
+        `packed` comes from `pack_names`. Names cover `BLOCK_TOKENS` tokens: blocks of another size are not shared.
         Raises UnknownSession.
         """
         table = self.find(session)
@@ -72,21 +69,21 @@ class BlockTables:
         return table.adopt(first, names, tag=tag)
 
     def close(self, session: str) -> None:
-        """Give everything back. Closing one that is not there does nothing."""
+        """Release the session's blocks. Does nothing if the session does not exist."""
         table = self._tables.pop(session, None)
         self._evicted.discard(session)
         if table is not None:
-            if table.is_away and self.disk is not None:
+            if table.is_spilled and self.disk is not None:
                 self.disk.drop(session)
             table.clear()
 
     def evict(self, session: str) -> None:
-        """Take the session's blocks; it stays open. Nothing happens where it has none."""
+        """Release the session's blocks, saved on disk if possible; it stays open. Does nothing if it has none."""
         table = self._tables.get(session)
         if table is None or not table.blocks:
             return
         if self.disk is not None and self.disk.save(session, table.blocks):
-            table.send_away()
+            table.release_spilled()
         else:
             table.clear()
             self._evicted.add(session)
@@ -96,13 +93,13 @@ class BlockTables:
         return self._tables.find(session)
 
     def check(self, session: str, start: int, n: int) -> BlockTable:
-        """The table that `n` tokens from `start` may be written to.
+        """The table for a step of `n` tokens from `start`; restores its blocks from disk.
 
-        Raises UnknownSession (also where it was evicted), BadStep, ContextExceeded.
+        Raises UnknownSession (also if the session's cache is lost), BadStep, ContextExceeded, PeerBusy.
         """
         table = self.find(session)
-        if table.is_away:
-            self._bring_back(session, table)
+        if table.is_spilled:
+            self._restore(session, table)
         if session in self._evicted:
             if start > 0:
                 raise UnknownSession(
@@ -113,38 +110,38 @@ class BlockTables:
         table.check(start, n)
         return table
 
-    def _bring_back(self, session: str, table: BlockTable) -> None:
-        assert self.disk is not None  # it went there
-        blocks = table.bring_back()
+    def _restore(self, session: str, table: BlockTable) -> None:
+        assert self.disk is not None  # The blocks were saved there.
+        blocks = table.allocate_spilled()
         try:
             self.disk.load(session, blocks)
         except DamagedFile as error:
-            _log.warning("a session begins again: %s", error)
+            _log.warning("a session's cache is lost and will be computed again: %s", error)
             for block in blocks:
-                self.pool.unname(block)
+                self.pool.clear_name(block)
             table.clear()
             self._evicted.add(session)
 
-    # -- what a schedule asks
+    # -- queries of the scheduler
 
     def missing(self, session: str, start: int, n: int) -> int:
-        """Blocks to be taken for `n` tokens from `start`; 0 where such a step is going to be refused."""
+        """Blocks to allocate for `n` tokens from `start`; 0 if such a step will be refused."""
         table = self._tables.get(session)
         return 0 if table is None or start > table.length else table.missing(start, n)
 
     def fitting(self, session: str, start: int, *, beside: int) -> int:
-        """Tokens from `start` for which there are blocks when `beside` of those that are free are somebody else's."""
+        """Tokens from `start` for which there are blocks if `beside` of the free ones are reserved for other steps."""
         table = self._tables.get(session)
         return 0 if table is None else table.fitting(start, self.free - beside)
 
     def held(self, session: str) -> int:
-        """Blocks that are this session's alone: so many are free when it is evicted."""
+        """Blocks that only this session holds: its eviction frees this many."""
         table = self._tables.get(session)
-        return 0 if table is None else sum(self.pool.holders(block) == 1 for block in table.blocks)
+        return 0 if table is None else sum(self.pool.ref_count(block) == 1 for block in table.blocks)
 
     def sharing(self, sessions: Collection[str]) -> list[str]:
-        """Those of the sessions that hold blocks which nobody but these sessions holds."""
+        """The sessions among `sessions` with a block that no session outside of `sessions` holds."""
         tables = {session: self._tables[session] for session in sessions if session in self._tables}
-        holding = Counter(block for table in tables.values() for block in table.blocks)
-        theirs = {block for block, count in holding.items() if count == self.pool.holders(block)}
-        return [session for session, table in tables.items() if not theirs.isdisjoint(table.blocks)]
+        counts = Counter(block for table in tables.values() for block in table.blocks)
+        exclusive = {block for block, count in counts.items() if count == self.pool.ref_count(block)}
+        return [session for session, table in tables.items() if not exclusive.isdisjoint(table.blocks)]

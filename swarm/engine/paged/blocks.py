@@ -1,16 +1,16 @@
-"""The KV cache in blocks: who holds which, and which still hold a text that somebody may want. Pure.
+"""The blocks of a KV cache: which sessions hold them, and which unused ones stay cached for reuse. Pure.
 
 ::
 
     session A   length 70        [4]──[1]──[7]            positions 0..31, 32..63, 64..69
-    session B   length 64        [4]──[1]                 the same first 64 tokens: two holders each
-    pool        4: 2 holders     1: 2 holders    7: 1     kept: 9, 3 (oldest first)    empty: 0, 2, 5, 6, 8
+    session B   length 64        [4]──[1]                 the same first 64 tokens: reference count 2
+    pool        reference counts 4: 2, 1: 2, 7: 1         cached: 9, 3 (oldest first)    empty: 0, 2, 5, 6, 8
 
 A block holds the keys and values of `size` consecutive positions in every layer. Tables share blocks whose
-tokens are the same from position 0 on. A full block has a *name*: the hash of its tokens and of the name before it,
-so that equal names mean equal prefixes. A named block that nobody holds any more is kept until its room is
-needed, the one that was let go of first going first. Who writes into a block that others hold, copies it; who
-writes into a named one takes the name away.
+tokens are the same from position 0 on. A full block has a *name*: the hash of its tokens and of the previous block's
+name. Equal names therefore mean equal prefixes. A named block without references stays cached until a block is
+needed; the block that was released first is reused first. A session that writes into a shared block copies it
+first. Writing into a named block removes the name.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from swarm.engine.steps import check_place
+from swarm.engine.steps import check_position
 from swarm.errors import EngineError, PeerBusy
 
 Ids = NDArray[np.int32]
 Name = bytes
 NAME_BYTES = 16
 BLOCK_TOKENS = 32
-"""Tokens a named block: what a client hashes, and the block size of OpenVINO's CPU plugin."""
+"""Tokens in a named block: the unit that clients hash, and the block size of OpenVINO's CPU plugin."""
 
 
 def first_name(*parts: str | bytes) -> Name:
-    """What the chain of names begins with: everything besides tokens that two caches must have in common."""
+    """The start of a chain of names: a hash of everything besides tokens that equal caches have in common."""
     digest = hashlib.blake2b(digest_size=NAME_BYTES)
     for part in parts:
         raw = part.encode() if isinstance(part, str) else part
@@ -48,12 +48,12 @@ def next_name(before: Name, ids: Ids) -> Name:
 
 
 def pack_names(first: Name, names: Sequence[Name], *, most: int) -> bytes:
-    """A chain as it travels: its beginning and as many of its names as `most` bytes hold."""
+    """Serialize `first` and as many of `names` as fit in `most` bytes."""
     return b"".join([first, *names])[: most - most % NAME_BYTES]
 
 
 def unpack_names(packed: bytes) -> tuple[Name, list[Name]]:
-    """What `pack_names` made. The first of `packed`, which is not empty, and the others."""
+    """The inverse of `pack_names`: the first name of `packed`, which must not be empty, and the others."""
     first, *names = (packed[at : at + NAME_BYTES] for at in range(0, len(packed), NAME_BYTES))
     return first, names
 
@@ -67,28 +67,28 @@ def names_of(ids: Ids, *, first: Name, size: int = BLOCK_TOKENS) -> list[Name]:
 
 
 class BlockPool:
-    """`count` blocks of `size` positions. Every block is held, kept or empty; nothing here allocates memory.
+    """`count` blocks of `size` positions. Each is referenced, cached or empty. Does not allocate their memory.
 
-    `max_kept` bounds what lies there only because somebody may want it; None: until its room is needed.
+    `max_cached` limits the number of cached blocks; None sets no limit.
     """
 
-    def __init__(self, count: int, size: int, *, max_kept: int | None = None) -> None:
+    def __init__(self, count: int, size: int, *, max_cached: int | None = None) -> None:
         if count < 1 or size < 1:
             raise EngineError(f"{count} blocks of {size} tokens are no KV cache: give it more memory")
         self.count = count
         self.size = size
-        self._max_kept = count if max_kept is None else max_kept
+        self._max_cached = count if max_cached is None else max_cached
         self.ids = np.zeros((count, size), np.int32)  # [block, offset]: the token at each position
-        self._holders = [0] * count
+        self._ref_counts = [0] * count
         self._names: list[Name | None] = [None] * count
         self._named: dict[Name, int] = {}
-        self._kept: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._empty = list(range(count - 1, -1, -1))
 
     @property
     def free(self) -> int:
-        """Blocks that can be taken: empty ones, and those that are only kept."""
-        return len(self._empty) + len(self._kept)
+        """Blocks that can be allocated: empty and cached ones."""
+        return len(self._empty) + len(self._cached)
 
     @property
     def used(self) -> int:
@@ -96,43 +96,43 @@ class BlockPool:
         return self.count - self.free
 
     @property
-    def kept(self) -> int:
-        return len(self._kept)
+    def cached(self) -> int:
+        return len(self._cached)
 
-    def holders(self, block: int) -> int:
-        return self._holders[block]
+    def ref_count(self, block: int) -> int:
+        return self._ref_counts[block]
 
     def name(self, block: int) -> Name | None:
         return self._names[block]
 
-    def take(self) -> int:
-        """An empty block, held once. Raises PeerBusy where all are held."""
+    def allocate(self) -> int:
+        """Allocate a block, with one reference. Raises PeerBusy if sessions hold all blocks."""
         if self._empty:
             block = self._empty.pop()
-        elif self._kept:
-            block, _ = self._kept.popitem(last=False)
-            self.unname(block)
+        elif self._cached:
+            block, _ = self._cached.popitem(last=False)
+            self.clear_name(block)
         else:
-            raise PeerBusy(f"all {self.count} blocks of the KV cache are held", retry_after=1.0)
-        self._holders[block] = 1
+            raise PeerBusy(f"all {self.count} blocks of the KV cache are in use", retry_after=1.0)
+        self._ref_counts[block] = 1
         return block
 
-    def hold(self, block: int) -> None:
-        """One holder more of a block that is held or kept."""
-        if not self._holders[block]:
-            del self._kept[block]
-        self._holders[block] += 1
+    def retain(self, block: int) -> None:
+        """Add a reference to a block that is referenced or cached."""
+        if not self._ref_counts[block]:
+            del self._cached[block]
+        self._ref_counts[block] += 1
 
     def release(self, block: int) -> None:
-        """One holder fewer; without any, a named block is kept and another one is empty."""
-        self._holders[block] -= 1
-        if self._holders[block]:
+        """Remove a reference. Without references, a named block becomes cached and another one empty."""
+        self._ref_counts[block] -= 1
+        if self._ref_counts[block]:
             return
         if self._names[block] is not None:
-            self._kept[block] = None
-            while len(self._kept) > self._max_kept:
-                oldest, _ = self._kept.popitem(last=False)
-                self.unname(oldest)
+            self._cached[block] = None
+            while len(self._cached) > self._max_cached:
+                oldest, _ = self._cached.popitem(last=False)
+                self.clear_name(oldest)
                 self._empty.append(oldest)
         else:
             self._empty.append(block)
@@ -140,105 +140,106 @@ class BlockPool:
     def find(self, name: Name) -> int | None:
         return self._named.get(name)
 
-    def entitle(self, block: int, name: Name) -> None:
-        """Name a full block that is held. Where another bears the name already, this one stays nameless."""
+    def set_name(self, block: int, name: Name) -> None:
+        """Name a full block that is referenced. If another block has the name already, this one stays without."""
         if name not in self._named:
             self._named[name] = block
             self._names[block] = name
 
-    def unname(self, block: int) -> None:
+    def clear_name(self, block: int) -> None:
         name = self._names[block]
         if name is not None:
             del self._named[name]
             self._names[block] = None
 
     def forget(self) -> None:
-        """Keep nothing that nobody holds."""
-        for block in self._kept:
-            self.unname(block)
+        """Empty all cached blocks."""
+        for block in self._cached:
+            self.clear_name(block)
             self._empty.append(block)
-        self._kept.clear()
+        self._cached.clear()
 
 
 class BlockTable:
-    """One session's blocks, in order. They are nobody else's until `adopt` begins their chain of names."""
+    """One session's blocks, in order. They are shared only after `adopt` has started a chain of names."""
 
     def __init__(self, pool: BlockPool, *, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.blocks: list[int] = []
         self.length = 0
         self._pool = pool
-        self._names: list[Name] = []  # what the chain begins with, then those of the full blocks
+        self._names: list[Name] = []  # the start of the chain, then the names of the full blocks
         self._tag = b""
-        self._away: Ids | None = None  # [blocks, size]: the tokens of blocks that are somewhere else
+        self._spilled_ids: Ids | None = None  # [blocks, size]: the tokens of spilled blocks
 
     def adopt(self, first: Name, names: Sequence[Name], *, tag: bytes = b"") -> Ids:
-        """Begin with the longest prefix of `names` that the pool still has; its tokens.
+        """Share the blocks of the longest prefix of `names` that the pool still has. Returns the prefix's tokens.
 
-        `first` begins the chain, of this and of what is written later. `tag` tells caches apart that whoever made the
-        names does not know of: the layers that they are of. Once, before the first step.
+        `first` starts the chain, also for blocks written later. `tag` distinguishes caches that have equal names on
+        the client's side, such as caches of different layers. Call it at most once, before the first step.
         """
         self._names, self._tag = [first], tag
         for name in names:
             block = self._pool.find(name + tag)
             if block is None or (len(self.blocks) + 1) * self._pool.size > self.max_tokens:
                 break
-            self._pool.hold(block)
+            self._pool.retain(block)
             self.blocks.append(block)
             self._names.append(name)
         self.length = len(self.blocks) * self._pool.size
         return self._pool.ids[self.blocks].reshape(-1)
 
     @property
-    def is_away(self) -> bool:
-        """Its blocks are somewhere else; its length and names are as they were."""
-        return self._away is not None
+    def is_spilled(self) -> bool:
+        """Whether the blocks were spilled. Length and names are unchanged then."""
+        return self._spilled_ids is not None
 
-    def send_away(self) -> None:
-        """Let go of the blocks, whose content somebody has saved."""
-        self._away = self._pool.ids[self.blocks]
+    def release_spilled(self) -> None:
+        """Release the blocks. The caller has saved their content."""
+        self._spilled_ids = self._pool.ids[self.blocks]
         for block in reversed(self.blocks):
             self._pool.release(block)
         self.blocks.clear()
 
-    def bring_back(self) -> list[int]:
-        """Blocks for what was sent away, to be filled with it. Raises PeerBusy where there are not enough."""
-        assert self._away is not None
-        away = self._away
-        if len(away) > self._pool.free:
-            raise PeerBusy(f"{len(away)} blocks of KV cache are needed and {self._pool.free} are free", retry_after=1.0)
-        self.blocks = [self._pool.take() for _ in away]
-        self._pool.ids[self.blocks] = away
-        self._away = None
+    def allocate_spilled(self) -> list[int]:
+        """Allocate blocks for the spilled ones, which the caller fills. Raises PeerBusy if too few are free."""
+        assert self._spilled_ids is not None
+        ids = self._spilled_ids
+        if len(ids) > self._pool.free:
+            raise PeerBusy(f"{len(ids)} blocks of KV cache are needed and {self._pool.free} are free", retry_after=1.0)
+        self.blocks = [self._pool.allocate() for _ in ids]
+        self._pool.ids[self.blocks] = ids
+        self._spilled_ids = None
         for block, name in zip(self.blocks, self._names[1:], strict=False):
-            self._pool.entitle(block, name + self._tag)
+            self._pool.set_name(block, name + self._tag)
         return self.blocks
 
     def check(self, start: int, n: int) -> None:
-        """Raises BadStep for a step that leaves a gap or is empty, ContextExceeded for one too long."""
-        check_place(start, n, length=self.length, max_tokens=self.max_tokens)
+        """Raises BadStep for a step that leaves a gap or is empty, ContextExceeded for a step that is too long."""
+        check_position(start, n, length=self.length, max_tokens=self.max_tokens)
 
     def missing(self, start: int, n: int) -> int:
-        """Blocks to be taken from the pool for `n` tokens from `start`: new ones, and copies of shared ones."""
+        """Blocks to allocate for `n` tokens from `start`: new ones, and copies of shared ones."""
         size = self._pool.size
         first, needed = start // size, -(-(start + n) // size)
-        if self._away is not None:
-            return max(len(self._away), needed)
-        shared = sum(self._pool.holders(block) > 1 for block in self.blocks[first:needed])
+        if self._spilled_ids is not None:
+            return max(len(self._spilled_ids), needed)
+        shared = sum(self._pool.ref_count(block) > 1 for block in self.blocks[first:needed])
         return max(0, needed - len(self.blocks)) + shared
 
     def fitting(self, start: int, more: int) -> int:
-        """Tokens from `start` for which there is room in the table's blocks and `more` from the pool."""
+        """Tokens from `start` that fit in the table's blocks and `more` blocks from the pool."""
         pool, size = self._pool, self._pool.size
-        if self._away is not None:
-            return max(0, more * size - start) if len(self._away) <= more else 0
-        shared = sum(pool.holders(block) > 1 for block in self.blocks[start // size :])
+        if self._spilled_ids is not None:
+            return max(0, more * size - start) if len(self._spilled_ids) <= more else 0
+        shared = sum(pool.ref_count(block) > 1 for block in self.blocks[start // size :])
         return max(0, (len(self.blocks) + more - shared) * size - start) if shared <= more else 0
 
     def prepare(self, start: int, n: int) -> tuple[int, int] | None:
-        """Rewind to `start` and have blocks for `n` tokens from there. (from, to) where a block is to be copied first.
+        """Rewind to `start` and allocate blocks for `n` tokens from there.
 
-        Raises PeerBusy where the pool has not enough; nothing has changed then.
+        Returns (source, target) if the caller must copy a block first. Raises PeerBusy if the pool has too few blocks;
+        nothing has changed then.
         """
         pool, size = self._pool, self._pool.size
         first, needed = start // size, -(-(start + n) // size)
@@ -247,42 +248,42 @@ class BlockTable:
         while len(self.blocks) > needed:
             pool.release(self.blocks.pop())
         copy = None
-        for place in range(first, len(self.blocks)):
-            block = self.blocks[place]
-            if pool.holders(block) == 1:
-                pool.unname(block)
+        for index in range(first, len(self.blocks)):
+            block = self.blocks[index]
+            if pool.ref_count(block) == 1:
+                pool.clear_name(block)
                 continue
-            self.blocks[place] = new = pool.take()
-            if place == first and start % size:
+            self.blocks[index] = new = pool.allocate()
+            if index == first and start % size:
                 copy = (block, new)
                 pool.ids[new] = pool.ids[block]
             pool.release(block)
         while len(self.blocks) < needed:
-            self.blocks.append(pool.take())
+            self.blocks.append(pool.allocate())
         del self._names[first + 1 :]
         self.length = start
         return copy
 
     def commit(self, ids: Ids) -> None:
-        """`ids` [n], for which `prepare` made room, have been computed."""
+        """Record that the tokens `ids` [n], announced to `prepare`, have been computed."""
         pool, size = self._pool, self._pool.size
-        at, end = self.length, self.length + len(ids)
+        position, end = self.length, self.length + len(ids)
         self.length = end
-        while at < end:
-            place, offset = divmod(at, size)
-            count = min(size - offset, end - at)
-            block = self.blocks[place]
-            pool.ids[block, offset : offset + count] = ids[len(ids) - (end - at) :][:count]
-            at += count
-            if at % size == 0 and len(self._names) == place + 1:
-                self._names.append(next_name(self._names[place], pool.ids[block]))
-                pool.entitle(block, self._names[-1] + self._tag)
+        while position < end:
+            index, offset = divmod(position, size)
+            count = min(size - offset, end - position)
+            block = self.blocks[index]
+            pool.ids[block, offset : offset + count] = ids[len(ids) - (end - position) :][:count]
+            position += count
+            if position % size == 0 and len(self._names) == index + 1:
+                self._names.append(next_name(self._names[index], pool.ids[block]))
+                pool.set_name(block, self._names[-1] + self._tag)
 
     def clear(self) -> None:
-        """Let go of everything, the end first: the beginning of a text is what others have in common with it."""
+        """Release all blocks, the last first: the first blocks of a text are the most likely to be shared again."""
         for block in reversed(self.blocks):
             self._pool.release(block)
         self.blocks.clear()
-        self._away = None
+        self._spilled_ids = None
         del self._names[1:]
         self.length = 0

@@ -1,4 +1,4 @@
-"""The engine that runs the steps of many sessions in one inference, their KV caches in shared blocks.
+"""The engine that runs steps of many sessions in one inference, with KV caches in shared blocks.
 
 ::
 
@@ -6,10 +6,10 @@
                  │                     │                      │
     rows      [  a  │  b b b b ... b b b b b b b b b b  │  c  ]      one graph, one pass over the weights
                  │                     │                      │
-    blocks    4 1 7                 2 5                    8          attention looks each session's up
+    blocks    4 1 7                 2 5                    8          attention reads each session's own blocks
 
-A rewind is a smaller length; nothing is moved. A session's numbers depend on the others in the call only by how
-float32 sums are ordered.
+A rewind only reduces the length; no data moves. The other sessions in a call affect a session's numbers only through
+the order of float32 sums.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from swarm.engine.compose import compose
 from swarm.engine.device import PAGED_ATTENTION, CompiledSpan, compile_span
 from swarm.engine.memory import release_memory
 from swarm.engine.paged.blocks import BlockTable
-from swarm.engine.paged.graph import page
+from swarm.engine.paged.graph import to_paged
 from swarm.engine.paged.store import KvStore
-from swarm.engine.steps import WARM_UP_TOKENS, StepRules, all_finite, check_single, run_warm_up
+from swarm.engine.steps import WARM_UP_TOKENS, StepRules, all_finite, check_unique, run_warm_up
 from swarm.errors import ContextExceeded, EngineError, SwarmError
 from swarm.model.manifest import Manifest
 from swarm.model.numerics import Numerics
@@ -38,18 +38,18 @@ from swarm.model.spans import LayerRange
 
 
 class PagedEngine:
-    """`Engine` over a compiled paged graph (`swarm.engine.paged.graph` says what its inputs are)."""
+    """`Engine` over a compiled paged graph. Its inputs: see `swarm.engine.paged.graph`."""
 
     def __init__(self, compiled: CompiledSpan, manifest: Manifest, span: LayerRange, store: KvStore) -> None:
-        """Raises EngineError where `store` is not for this graph."""
+        """Raises EngineError if `store` does not fit this graph."""
         self._numerics = compiled.numerics
         self._span = span
         self._rules = StepRules(manifest, span)
         self._store = store
         self._tables = store.tables
         self._ports = {name: i for i, port in enumerate(compiled.model.inputs) for name in port.get_names()}
-        self._fed: dict[str, list[int]] = {}  # what an input holds that is fed from a list
-        self._main = "input_ids" if self._rules.takes_tokens else "hidden_states"
+        self._list_inputs: dict[str, list[int]] = {}  # the current values of the inputs that are set from lists
+        self._main_input = "input_ids" if self._rules.takes_tokens else "hidden_states"
         try:
             self._request = compiled.model.create_infer_request()
             store.bind(self._request, compiled.model, span)
@@ -69,13 +69,13 @@ class PagedEngine:
         return self._store
 
     def open(self, session: str, max_tokens: int) -> None:
-        """As `Engine` says; blocks are taken as steps need them.
+        """See `Engine`. Blocks are allocated as steps need them.
 
-        Raises EngineError if it exists, ContextExceeded beyond the model's context or the whole cache.
+        Raises EngineError if the session exists, ContextExceeded beyond the model's context or the whole cache.
         """
-        most = min(self._rules.context, self._tables.tokens)
-        if max_tokens > most:
-            raise ContextExceeded(f"{max_tokens} positions asked for, and at most {most} are possible: ask for less")
+        limit = min(self._rules.context, self._tables.tokens)
+        if max_tokens > limit:
+            raise ContextExceeded(f"{max_tokens} positions requested, at most {limit} are possible: request fewer")
         self._tables.open(session, max_tokens)
 
     def length(self, session: str) -> int:
@@ -85,38 +85,38 @@ class PagedEngine:
         self._tables.close(session)
 
     def forward(self, steps: Sequence[Step]) -> list[StepResult]:
-        """As `Engine` says. A step for which no blocks are left gets PeerBusy and changes nothing.
+        """See `Engine`. A step for which too few blocks are free gets PeerBusy and changes nothing.
 
-        Where the device fails, all sessions of the call are closed, and EngineError says so; where numbers that are
-        not finite came out, those of the steps that they are of.
+        If the device fails, all sessions of the call are closed and EngineError is raised. If the numbers of some steps
+        are not finite, only the sessions of these steps are closed.
         """
         results: dict[int, StepResult] = {}
-        going: list[tuple[Step, BlockTable]] = []
+        accepted: list[tuple[Step, BlockTable]] = []
         seen: set[str] = set()
-        for place, step in enumerate(steps):
+        for index, step in enumerate(steps):
             try:
-                check_single(step, seen)
-                going.append((step, self._prepare(step)))
+                check_unique(step, seen)
+                accepted.append((step, self._prepare(step)))
             except SwarmError as error:
-                results[place] = error
-        if going:
+                results[index] = error
+        if accepted:
             try:
-                outputs = self._run(going)
+                outputs = self._run(accepted)
             except (RuntimeError, MemoryError, EngineError) as error:
-                for step, _ in going:
+                for step, _ in accepted:
                     self.close(step.session)
                 raise EngineError(
-                    f"{len(going)} sessions failed together and were closed ({error}): open them again and feed "
+                    f"{len(accepted)} sessions failed together and were closed ({error}): open them again and feed "
                     "their known tokens"
                 ) from error
-            for (step, table), output in zip(going, outputs, strict=True):
+            for (step, table), output in zip(accepted, outputs, strict=True):
                 if isinstance(output, EngineError):
                     self.close(step.session)
                 else:
                     table.commit(step.tokens)
-            left = iter(outputs)
-            return [results[place] if place in results else next(left) for place in range(len(steps))]
-        return [results[place] for place in range(len(steps))]
+            remaining = iter(outputs)
+            return [results[index] if index in results else next(remaining) for index in range(len(steps))]
+        return [results[index] for index in range(len(steps))]
 
     def warm_up(self) -> None:
         """See `run_warm_up`."""
@@ -130,68 +130,67 @@ class PagedEngine:
             self._store.copy(*copy)
         return table
 
-    def _run(self, going: Sequence[tuple[Step, BlockTable]]) -> list[StepResult]:
-        # Plain lists: between two steps another process's work has passed through the processor's caches, and each
-        # call of numpy is then a hundred microseconds rather than one.
-        steps = [step for step, _ in going]
+    def _run(self, accepted: Sequence[tuple[Step, BlockTable]]) -> list[StepResult]:
+        # Lists instead of numpy: between two steps other processes evict this code from the processor's caches, and
+        # each numpy call then takes about a hundred microseconds instead of one.
+        steps = [step for step, _ in accepted]
         counts = [len(step.tokens) for step in steps]
-        begins = _begins(counts)
+        begins = _offsets(counts)
         self._feed_main(steps)
         self._feed_list("subsequence_begins", begins)
         self._feed_list("past_lens", [step.start for step in steps])
-        self._feed_list("position_ids", [place for step in steps for place in range(step.start, step.end)], np.int64)
-        blocks = [table.blocks for _, table in going]
-        self._feed_list("block_indices_begins", _begins([len(each) for each in blocks]))
+        self._feed_list("position_ids", [p for step in steps for p in range(step.start, step.end)], np.int64)
+        blocks = [table.blocks for _, table in accepted]
+        self._feed_list("block_indices_begins", _offsets([len(each) for each in blocks]))
         self._feed_list("block_indices", [block for each in blocks for block in each])
         self._feed("max_context_len", np.array(max(step.end for step in steps), np.int32))
         if not self._rules.gives_logits:
             self._request.infer(share_outputs=True)
             return self._split(self._output(), counts)
-        wanted = [step.rows for step in steps]
-        rows = [row for end, n in zip(begins[1:], wanted, strict=True) for row in range(end - n, end)]
-        # one row at least: a graph need not cope with an empty tensor
+        row_counts = [step.rows for step in steps]
+        rows = [row for end, n in zip(begins[1:], row_counts, strict=True) for row in range(end - n, end)]
+        # At least one row: graphs need not accept an empty tensor.
         self._feed_list("logit_rows", rows or [0], np.int64)
         self._request.infer(share_outputs=True)
-        return self._split(self._output()[: len(rows)], wanted)
+        return self._split(self._output()[: len(rows)], row_counts)
 
     def _feed_main(self, steps: Sequence[Step]) -> None:
         if self._rules.takes_tokens:
-            self._feed(self._main, np.concatenate([step.tokens for step in steps], dtype=np.int64))
+            self._feed(self._main_input, np.concatenate([step.tokens for step in steps], dtype=np.int64))
         else:
             hidden = [step.hidden for step in steps if step.hidden is not None]
-            self._feed(self._main, np.concatenate(hidden) if len(hidden) > 1 else np.ascontiguousarray(hidden[0]))
+            self._feed(self._main_input, np.concatenate(hidden) if len(hidden) > 1 else np.ascontiguousarray(hidden[0]))
 
     def _feed_list(self, name: str, values: list[int], dtype: type[np.integer[Any]] = np.int32) -> None:
-        """What the last step left there stays, where it is the same: a batch's layout changes seldom."""
-        if self._fed.get(name) != values:
+        """Set an input from a list. Unchanged values are not set again, because a batch's layout changes seldom."""
+        if self._list_inputs.get(name) != values:
             self._feed(name, np.array(values, dtype))
-            self._fed[name] = values
+            self._list_inputs[name] = values
 
     def _feed(self, name: str, values: NDArray[np.generic]) -> None:
         index = self._ports.get(name)
-        if index is not None:  # a span leaves out the inputs that none of its layers reads
+        if index is not None:  # A span's graph has only the inputs that some of its layers read.
             self._request.set_input_tensor(index, ov.Tensor(values))
 
     def _output(self) -> NDArray[np.float32]:
-        """[t, hidden] or [m, vocab], the caller's to keep: the next inference overwrites the request's own."""
+        """A copy of the output, [t, hidden] or [m, vocab]: the next inference overwrites the request's own."""
         output: NDArray[np.float32] = self._request.get_output_tensor(0).data[:, 0].copy()
         return output
 
     def _split(self, output: NDArray[np.float32], counts: Sequence[int]) -> list[StepResult]:
-        """Raises EngineError where no step's numbers are finite."""
-        parts = [output[begin:end] for begin, end in itertools.pairwise(_begins(counts))]
+        """Each step's output, or EngineError if its numbers are not finite. Raises EngineError if none's are."""
+        parts = [output[begin:end] for begin, end in itertools.pairwise(_offsets(counts))]
         if all_finite(output):
             return list(parts)
         error = EngineError(f"numbers that are not finite came out in {self._numerics}; try --precision accuracy")
-        # one user's are not another's fault
-        found: list[StepResult] = [part if all_finite(part) else error for part in parts]
-        if all(part is error for part in found):
+        results: list[StepResult] = [part if all_finite(part) else error for part in parts]
+        if all(result is error for result in results):
             raise error
-        return found
+        return results
 
 
-def _begins(counts: Sequence[int]) -> list[int]:
-    """Where each of the parts begins, and the end of the last."""
+def _offsets(counts: Sequence[int]) -> list[int]:
+    """The offset of each part, and the end of the last."""
     return list(itertools.accumulate(counts, initial=0))
 
 
@@ -206,17 +205,17 @@ def open_paged_engine(
     precision: str = "accuracy",
     threads: int = 0,
 ) -> PagedEngine:
-    """Compose and compile `span` with paged attention, stand an engine on it and warm it up.
+    """Compose and compile `span` with paged attention, create its engine and warm it up.
 
-    It has room for `kv_tokens` positions, over all sessions; with `store` it shares that one's. Its graph is compiled
-    anew each time: the CPU plugin (OpenVINO 2026.4.1) leaves an attention's head counts out of a blob and then cannot
-    read it back, so a cache would be written in vain and every graph compiled twice.
+    It holds `kv_tokens` positions over all sessions, or shares `store`. Its graph is compiled anew each time: the CPU
+    plugin (OpenVINO 2026.4.1) leaves an attention's head counts out of a blob and then cannot read the blob back. With
+    a cache every graph would be compiled twice.
 
     Raises PackageError for the files, EngineError for the device, ConfigError for the settings, UnsupportedModel for a
     graph that cannot be paged.
     """
     compiled = compile_span(
-        page(compose(package, manifest, span, rows_axis=0), manifest.hidden_size),
+        to_paged(compose(package, manifest, span, rows_axis=0), manifest.hidden_size),
         attention_layers=len(span),
         attention=PAGED_ATTENTION,
         device=device,

@@ -1,7 +1,7 @@
-"""Caches of pausing sessions on disk: a file each, under a checksum, as many as fit.
+"""Caches of paused sessions on disk: one file with a checksum for each, up to a size limit.
 
-The folder is this process's own, and goes with it. One that a process left behind when it was killed is removed by
-the next that is given the same place.
+The folder belongs to this process and is removed when the process ends. The folder of a killed process is removed by
+the next process that uses the same directory.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ Part = NDArray[np.generic]
 
 
 class Spill:
-    """Parts of caches by name, up to `max_bytes`: those that were put first make room for others."""
+    """Caches by name, up to `max_bytes` in all: the oldest are dropped for new ones."""
 
-    def __init__(self, place: Path, *, max_bytes: int) -> None:
-        """Raises ConfigError where nothing can be written at `place`."""
+    def __init__(self, directory: Path, *, max_bytes: int) -> None:
+        """Raises ConfigError if `directory` cannot be written to."""
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            _remove_left_behind(place)
-            self._folder = Path(tempfile.mkdtemp(dir=place, prefix=_PREFIX))
-            lock = _locked(self._folder)
+            directory.mkdir(parents=True, exist_ok=True)
+            _remove_stale(directory)
+            self._folder = Path(tempfile.mkdtemp(dir=directory, prefix=_PREFIX))
+            lock = _lock_folder(self._folder)
         except OSError as error:
-            text = f"nothing can be written to {place} ({error.strerror}); name another --kv-spill"
+            text = f"{directory} cannot be written to ({error.strerror}); name another --kv-spill"
             raise ConfigError(text) from error
-        weakref.finalize(self, _remove, self._folder, lock)  # at the latest when the process ends
+        weakref.finalize(self, _remove_folder, self._folder, lock)  # At the latest when the process ends.
         self._max_bytes = max_bytes
         self._sizes: OrderedDict[str, int] = OrderedDict()
 
@@ -50,8 +50,8 @@ class Spill:
     def used_bytes(self) -> int:
         return sum(self._sizes.values())
 
-    def put(self, name: str, parts: Sequence[Part]) -> bool:
-        """Write it, over what was there under this name; False where it does not fit or the disk fails."""
+    def save(self, name: str, parts: Sequence[Part]) -> bool:
+        """Write the cache `name`, replacing an earlier one. Returns False if it does not fit or the disk fails."""
         size = sum(part.nbytes for part in parts)
         if size > self._max_bytes:
             return False
@@ -70,17 +70,17 @@ class Spill:
                 file.seek(0)
                 file.write(digest.digest())
         except OSError as error:
-            _log.warning("a cache could not be put on disk and is given up: %s", error)
+            _log.warning("a session's cache could not be written to disk and is dropped: %s", error)
             with contextlib.suppress(OSError):
                 path.unlink()
             return False
         self._sizes[name] = size
         return True
 
-    def take(self, name: str, parts: Iterable[Part]) -> None:
-        """Read it into `parts`, the arrays that it was written from or others like them, and forget it.
+    def load(self, name: str, parts: Iterable[Part]) -> None:
+        """Read the cache `name` into `parts`, arrays shaped like those that were written, and drop it.
 
-        Raises DamagedFile where it is not there any more or not what was written; `parts` are to be thrown away then.
+        Raises DamagedFile if it is gone or differs from what was written; the content of `parts` is undefined then.
         """
         try:
             with self._path(name).open("rb") as file:
@@ -96,21 +96,21 @@ class Spill:
         finally:
             self.drop(name)
         if digest.digest() != expected:
-            raise DamagedFile(f"the cache of {name} on disk is not what was written there")
+            raise DamagedFile(f"the cache of {name} on disk differs from what was written")
 
     def drop(self, name: str) -> None:
-        """Idempotent."""
+        """Delete the cache `name`, if it exists."""
         if self._sizes.pop(name, None) is not None:
             with contextlib.suppress(OSError):
                 self._path(name).unlink()
 
     def _path(self, name: str) -> Path:
-        """Names of sessions are other people's choice: they become no names of files."""
+        """The file of the cache `name`: a hash, because clients choose the names of sessions."""
         return self._folder / hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
 
 
-def _locked(folder: Path) -> int:
-    """A lock that ends with this process, however that ends."""
+def _lock_folder(folder: Path) -> int:
+    """Lock `folder` until this process ends, in whichever way. Raises OSError if another process holds the lock."""
     lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,15 +120,15 @@ def _locked(folder: Path) -> int:
     return lock
 
 
-def _remove_left_behind(place: Path) -> None:
-    for folder in place.glob(f"{_PREFIX}*"):
+def _remove_stale(directory: Path) -> None:
+    for folder in directory.glob(f"{_PREFIX}*"):
         try:
-            lock = _locked(folder)
+            lock = _lock_folder(folder)
         except OSError:
-            continue  # somebody's who lives, or not ours to remove
-        _remove(folder, lock)
+            continue  # A running process uses it, or this user may not remove it.
+        _remove_folder(folder, lock)
 
 
-def _remove(folder: Path, lock: int) -> None:
+def _remove_folder(folder: Path, lock: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     os.close(lock)

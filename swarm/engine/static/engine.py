@@ -1,8 +1,8 @@
-"""The engine over static graphs: the KV caches are arrays of this process, the graphs keep nothing.
+"""The engine over static graphs: the KV caches are arrays of this process, the graphs have no state.
 
-Made for NPUs, which take neither state nor dynamic shapes; any device runs it. Two compiled graphs, one token and
-a chunk wide, read the same cache: a fixed number of slots, of which the host says by a mask who may see which
-(`swarm.engine.static.ring_cache`). A text may outgrow the slots; it then attends to its first tokens and its last.
+It exists for NPUs, which support neither state nor dynamic shapes, and runs on any device. Two compiled graphs, one
+for one token and one for a chunk, read the same cache of a fixed number of slots. The host computes their attention
+masks (`swarm.engine.static.ring_cache`). A text longer than the slots attends to its first and last tokens only.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from swarm.engine.device import CompiledSpan, compile_span
 from swarm.engine.memory import release_memory
 from swarm.engine.static.graph import MAX_ROWS, bias_name, cache_shapes, compose_static, windows_of
 from swarm.engine.static.ring_cache import RingCache
-from swarm.engine.steps import Sessions, StepRules, all_finite, run_in_turn, run_warm_up
+from swarm.engine.steps import Sessions, StepRules, all_finite, run_one_by_one, run_warm_up
 from swarm.errors import EngineError
 from swarm.model.manifest import DECODE, PREFILL, Manifest
 from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange
 
-_KV = "f32"  # what the host keeps
-# The CPU plugin's generated kernels lose three digits where a mask hides some of the last keys and their number is
-# no multiple of 8 (width 4 over 52 keys: 4e-4 of 0.6; without these kernels 1e-7). OpenVINO 2026.4.1.
+_KV = "f32"  # the type of the host's caches
+# The CPU plugin's generated kernels lose three digits if a mask hides some of the last keys and the number of keys is
+# not a multiple of 8 (width 4 over 52 keys: 4e-4 of 0.6; without these kernels 1e-7). OpenVINO 2026.4.1.
 _PLAIN_KERNELS = {"SNIPPETS_MODE": "DISABLE"}
 
 
@@ -42,10 +42,9 @@ def open_static_engine(
     threads: int = 0,
     cache_dir: Path | None = None,
 ) -> StaticEngine:
-    """Compose and compile both graphs of `span`, stand an engine on them and warm it up. The files' hashes are
-    the caller's to check.
+    """Compose and compile both graphs of `span`, create their engine, warm it up. The caller checks the files' hashes.
 
-    Raises PackageError for the files (or where there are no static ones), EngineError for the device, ConfigError
+    Raises PackageError for the files (or if there are no static ones), EngineError for the device, ConfigError
     for the settings.
     """
     compiled = {
@@ -101,9 +100,9 @@ class StaticEngine:
     def open(self, session: str, max_tokens: int) -> None:
         """Raises EngineError if it exists, ContextExceeded beyond the model's context, BadStep below 1.
 
-        `max_tokens` may be more than the graphs attend to: the text then slides.
+        `max_tokens` may exceed the context of the graphs, which then slides over the text.
         """
-        self._sessions.claim(session)
+        self._sessions.check_unused(session)
         self._rules.check_length(max_tokens)
         ring = RingCache(self._spec, max_tokens)
         try:
@@ -119,11 +118,11 @@ class StaticEngine:
         closed = self._sessions.pop(session, None)
         if closed is not None:
             for graph in (self._decode, self._prefill):
-                graph.let_go(closed.caches)
+                graph.unbind(closed.caches)
 
     def forward(self, steps: Sequence[Step]) -> list[StepResult]:
-        """As `Engine` says; see `run_in_turn`."""
-        return run_in_turn(steps, self._step)
+        """As `Engine` says; see `run_one_by_one`."""
+        return run_one_by_one(steps, self._step)
 
     def warm_up(self) -> None:
         """See `run_warm_up`."""
@@ -134,10 +133,10 @@ class StaticEngine:
         self._rules.check(step)
         session.ring.check(step.start, len(step.tokens))
         try:
-            session.ring.begin(step.start)
+            session.ring.rewind(step.start)
             outputs = [self._run(session, step, begin, end) for begin, end in self._pieces(step)]
         except (RuntimeError, MemoryError, EngineError) as error:
-            # The ring may hold half a step now.
+            # The ring may now hold part of the step.
             self.close(step.session)
             raise EngineError(
                 f"session {step.session!r} failed at position {step.start} and was closed ({error}): "
@@ -146,7 +145,7 @@ class StaticEngine:
         return outputs[0] if len(outputs) == 1 else np.concatenate(outputs)
 
     def _pieces(self, step: Step) -> Iterator[tuple[int, int]]:
-        """Where the runs of a step begin and end: each at most a chunk, with at most `MAX_ROWS` rows of logits."""
+        """Begin and end of each inference of a step: at most a chunk, with at most `MAX_ROWS` rows of logits."""
         n = len(step.tokens)
         end, first_row = 0, n - step.rows
         while end < n:
@@ -155,7 +154,7 @@ class StaticEngine:
             yield begin, end
 
     def _run(self, session: _Session, step: Step, begin: int, end: int) -> NDArray[np.float32]:
-        """One inference: its hidden states [n, hidden], or its rows of logits [m, vocab]. The caller's to keep."""
+        """Run one inference. Returns a copy of its hidden states [n, hidden], or of its logits [m, vocab]."""
         n, ring = end - begin, session.ring
         rows = max(0, end - max(begin, len(step.tokens) - step.rows))
         graph = self._decode if n == 1 else self._prefill
@@ -171,15 +170,15 @@ class StaticEngine:
         slots = ring.slots(n)
         for name, cache in session.caches.items():
             cache[0][:, slots] = graph.present(name)[0, :, :n]
-        ring.wrote(n)
-        found: NDArray[np.float32] = output[0, : rows if self._rules.gives_logits else n].copy()
-        if found.size and not all_finite(found):
+        ring.commit(n)
+        result: NDArray[np.float32] = output[0, : rows if self._rules.gives_logits else n].copy()
+        if result.size and not all_finite(result):
             raise EngineError(f"numbers that are not finite came out in {self._numerics}; try --precision accuracy")
-        return found
+        return result
 
 
 class _Graph:
-    """One compiled graph of one width, its request, and the arrays that the request reads and writes."""
+    """One compiled graph of one width, with its request and the arrays that the request reads and writes."""
 
     def __init__(self, compiled: ov.CompiledModel, width: int) -> None:
         self.width = width
@@ -204,23 +203,24 @@ class _Graph:
             for i, name in enumerate(names)
             if name.startswith("present_")
         }
-        self._caches: dict[str, NDArray[np.float32]] | None = None  # the request keeps pointers, not references
+        # The caches that the request reads, held here because the request has only pointers to them.
+        self._caches: dict[str, NDArray[np.float32]] | None = None
 
     def feed(self, name: str, values: NDArray[np.generic]) -> None:
-        """The first of the positions [n] or [n, ...]; what pads the rest does not matter."""
-        held = self._inputs.get(name)
-        if held is not None:
-            padded = held if held.ndim == 1 else held[0]
+        """Set an input for the first n positions, [n] or [n, ...], and pad the others with zeros."""
+        buffer = self._inputs.get(name)
+        if buffer is not None:
+            padded = buffer if buffer.ndim == 1 else buffer[0]
             padded[: len(values)] = values
             padded[len(values) :] = 0
 
     def feed_all(self, name: str, values: NDArray[np.generic]) -> None:
-        held = self._inputs.get(name)
-        if held is not None:
-            held[...] = values
+        buffer = self._inputs.get(name)
+        if buffer is not None:
+            buffer[...] = values
 
     def run(self, caches: dict[str, NDArray[np.float32]]) -> NDArray[np.float32]:
-        """The main output, which the next run overwrites."""
+        """Run the graph. Returns its main output, which the next run overwrites."""
         if self._caches is not caches:
             for name, cache in caches.items():
                 self._request.set_input_tensor(self._ports[f"past_{name}"], ov.Tensor(cache, shared_memory=True))
@@ -229,9 +229,9 @@ class _Graph:
         return self._outputs[0]
 
     def present(self, name: str) -> NDArray[np.float32]:
-        """[1, heads, width, size]: what the run computed for the cache `name`."""
+        """[1, heads, width, size]: the new keys or values for the cache `name`."""
         return self._presents[name]
 
-    def let_go(self, caches: dict[str, NDArray[np.float32]]) -> None:
+    def unbind(self, caches: dict[str, NDArray[np.float32]]) -> None:
         if self._caches is caches:
             self._caches = None

@@ -1,4 +1,4 @@
-"""A checkpoint's files: which are read, and what is said of those that cannot be."""
+"""A checkpoint's files: which are read, and errors for unreadable ones."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def test_tensors_are_described_from_the_headers_alone(tmp_path: Path) -> None:
     assert [(name, t.dtype, t.shape, t.size) for name, t in tensors.items()] == [("weight", "F32", (2,), 8)]
 
 
-def test_the_same_weights_in_another_form_are_left_alone(tmp_path: Path) -> None:
+def test_duplicates_of_the_weights_are_not_read(tmp_path: Path) -> None:
     write(tmp_path, "model.safetensors")
     write(tmp_path, "consolidated.safetensors", tensor="layers.0.weight")
     assert list(Checkpoint.open(tmp_path).tensors) == ["weight"]
 
 
-def test_an_index_says_which_files_there_are(tmp_path: Path) -> None:
+def test_the_index_names_the_files(tmp_path: Path) -> None:
     index = {"weight_map": {"weight": "model-1.safetensors", "other": "../../model-2.safetensors"}}
     write(tmp_path, "model-1.safetensors", "model-3.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -44,14 +44,14 @@ def test_an_index_says_which_files_there_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "header", [b"[" * 100_000, b"[]", b'{"weight": {}}', b'{"weight": {"dtype": "F32", "shape": 2}}', b"\xff" * 9]
 )
-def test_a_file_of_another_kind_is_named(tmp_path: Path, header: bytes) -> None:
+def test_a_file_that_is_not_safetensors_is_named(tmp_path: Path, header: bytes) -> None:
     write(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(DamagedFile, match=r"model\.safetensors cannot be read as safetensors"):
         Checkpoint.open(tmp_path)
 
 
-def test_a_config_that_is_no_object_is_named(tmp_path: Path) -> None:
+def test_a_config_without_an_object_is_named(tmp_path: Path) -> None:
     write(tmp_path, "model.safetensors")
     for content in ("[" * 100_000, "[1]", "{"):
         (tmp_path / "config.json").write_text(content)

@@ -1,4 +1,4 @@
-"""Every family of docs/how-to/models.md: whether it is exported, and its manifest. Its texts are in tests/cases."""
+"""Every family of docs/how-to/models.md: which are exported, and their manifests. Their texts are tested in tests/cases."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Packages = tuple[Mapping[str, Path], Mapping[str, str]]
 
 
 def greedy(package: Path, prompt: list[int], count: int) -> list[int]:
-    """What the package continues with, as two spans chained in this process."""
+    """The package's greedy continuation, by two chained spans in this process."""
     manifest = load_manifest(package)
-    spans = [LayerRange(0, 1), LayerRange(1, len(manifest.layers))]  # what layers differ in, differs within a span
+    spans = [LayerRange(0, 1), LayerRange(1, len(manifest.layers))]  # so that layers of different kinds are in one span
     engines = [open_engine(package, manifest, span, threads=1) for span in spans]
     for engine in engines:
         engine.open("text", len(prompt) + count)
@@ -44,7 +44,7 @@ def greedy(package: Path, prompt: list[int], count: int) -> list[int]:
     return found
 
 
-def test_what_is_refused_is_refused_with_reason_and_versions(checkpoint_packages: Packages) -> None:
+def test_refusals_name_the_reason_and_the_versions(checkpoint_packages: Packages) -> None:
     assert set(checkpoint_packages[1]) == {"gemma2"}
     assert sorted(checkpoint_packages[0]) == SUPPORTED
     assert re.search(r"soft-capping.*transformers \d.*optimum-intel \d.*openvino \d", checkpoint_packages[1]["gemma2"])
@@ -62,7 +62,7 @@ def test_weights_that_are_quantized_already_are_refused() -> None:
         check_family(config, VERSIONS)
 
 
-def test_layers_tell_in_what_they_differ(checkpoint_packages: Packages) -> None:
+def test_the_manifest_describes_how_layers_differ(checkpoint_packages: Packages) -> None:
     layers = {family: load_manifest(path).layers for family, path in checkpoint_packages[0].items()}
     assert [spec.window for spec in layers["gemma3_text"]] == [WINDOW, None] * (LAYERS // 2)
     assert [spec.window for spec in layers["qwen2"]] == [None, None, WINDOW, WINDOW]
@@ -71,11 +71,11 @@ def test_layers_tell_in_what_they_differ(checkpoint_packages: Packages) -> None:
     assert {spec.window for spec in layers["llama"]} == {None}
 
 
-def test_a_context_over_which_rotary_factors_change_is_not_promised(checkpoint_packages: Packages) -> None:
+def test_the_context_ends_where_rotary_factors_would_change(checkpoint_packages: Packages) -> None:
     assert load_manifest(checkpoint_packages[0]["phi3"]).context_length == 64
 
 
-def test_the_page_on_models_lists_the_families_as_they_are() -> None:
+def test_the_models_page_lists_all_families() -> None:
     page = (ROOT / "docs" / "how-to" / "models.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| (yes|no): ", page, re.MULTILINE))
     assert rows == {name: "no" if family.refused else "yes" for name, family in FAMILIES.items()}

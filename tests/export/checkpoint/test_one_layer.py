@@ -1,4 +1,4 @@
-"""One layer taken out of a checkpoint's model: what may be, what stays the same, where the tensors lie."""
+"""One layer of a checkpoint's model: which models are refused, what a part depends on, where tensors are stored."""
 
 from __future__ import annotations
 
@@ -21,33 +21,31 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def decoder_of(directory: Path, config: Mapping[str, object], *tensors: str) -> Decoder:
-    """Of a checkpoint whose files have no tensors but are said to have these."""
+    """A decoder of a checkpoint that declares `tensors` without having them."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     return Decoder.of(Checkpoint(directory=directory, config=config, tensors=dict.fromkeys(tensors)))  # type: ignore[arg-type]
 
 
-def test_where_a_checkpoint_lies_is_no_part_of_what_is_made_of_it(
+def test_the_digest_of_a_part_does_not_depend_on_the_checkpoints_path(
     tiny_checkpoints: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Machines that share the work have it in different places; one may say where by another path the next time."""
+    """Machines that share an export store the checkpoint at different paths, and a path can be relative."""
     source = tiny_checkpoints["qwen3"]
     shutil.copytree(source, tmp_path / "elsewhere")
     monkeypatch.chdir(tmp_path)
-    places = [source, tmp_path / "elsewhere", Path("elsewhere")]
-    assert len({Work.on(place, Format()).made_from("layer_001", 1) for place in places}) == 1
+    paths = [source, tmp_path / "elsewhere", Path("elsewhere")]
+    assert len({Work.on(path, Format()).made_from("layer_001", 1) for path in paths}) == 1
 
 
-def test_a_layer_that_is_told_another_thing_at_its_place_is_refused(tmp_path: Path) -> None:
-    """The layers of a DiffLlama start from a number that grows with the layer's."""
+def test_a_layer_with_other_settings_in_the_whole_model_is_refused(tmp_path: Path) -> None:
+    """A DiffLlama initializes a value of each layer by the layer's number."""
     config = load_transformers().DiffLlamaConfig(**common_config(100)).to_dict()
-    with pytest.raises(
-        UnsupportedModel, match=r"diffllama: self_attn\.lambda_init is 0\.35\d* in layer 1 and would be"
-    ):
+    with pytest.raises(UnsupportedModel, match=r"diffllama: self_attn\.lambda_init is 0\.35\d* in layer 1 but 0\.2"):
         decoder_of(tmp_path, config).require_separable()
 
 
-def test_code_that_comes_with_a_checkpoint_is_neither_run_nor_asked_for(tmp_path: Path) -> None:
+def test_code_in_a_checkpoint_is_never_run(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("raise SystemExit('was run')")
     own = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
     with pytest.raises(UnsupportedModel, match=r"no models of the type 'own', and code from .* is not run"):
@@ -56,21 +54,21 @@ def test_code_that_comes_with_a_checkpoint_is_neither_run_nor_asked_for(tmp_path
     assert decoder_of(tmp_path, known).layers == LAYERS
 
 
-def test_a_value_of_another_type_is_named(tmp_path: Path) -> None:
+def test_a_config_value_of_a_wrong_type_is_named(tmp_path: Path) -> None:
     with pytest.raises(PackageError, match=r"cannot read .*config\.json .*hidden_size"):
         decoder_of(tmp_path, {"model_type": "llama", **common_config(100), "hidden_size": str(HIDDEN)})
 
 
-def test_a_head_that_is_tied_is_read_where_it_is(tmp_path: Path) -> None:
+def test_a_tied_head_is_read_under_the_name_that_is_stored(tmp_path: Path) -> None:
     tied = {"model_type": "llama", **common_config(100), "tie_word_embeddings": True}
-    assert decoder_of(tmp_path, tied, EMBEDDING).places([EMBEDDING], head=True) == {EMBEDDING: EMBEDDING}
-    assert decoder_of(tmp_path, tied, HEAD).places([EMBEDDING]) == {EMBEDDING: HEAD}
+    assert decoder_of(tmp_path, tied, EMBEDDING).checkpoint_names([EMBEDDING], head=True) == {EMBEDDING: EMBEDDING}
+    assert decoder_of(tmp_path, tied, HEAD).checkpoint_names([EMBEDDING]) == {EMBEDDING: HEAD}
     both = decoder_of(tmp_path, tied, EMBEDDING, HEAD)
-    assert both.places([EMBEDDING], head=True) == {EMBEDDING: HEAD}
-    assert both.places([EMBEDDING]) == {EMBEDDING: EMBEDDING}
+    assert both.checkpoint_names([EMBEDDING], head=True) == {EMBEDDING: HEAD}
+    assert both.checkpoint_names([EMBEDDING]) == {EMBEDDING: EMBEDDING}
 
 
-def test_a_head_that_is_not_tied_must_be_there(tmp_path: Path) -> None:
-    apart = {"model_type": "llama", **common_config(100), "tie_word_embeddings": False}
+def test_a_head_that_is_not_tied_must_be_stored(tmp_path: Path) -> None:
+    untied = {"model_type": "llama", **common_config(100), "tie_word_embeddings": False}
     with pytest.raises(PackageError, match=r"lacks lm_head\.weight: fetch it again"):
-        decoder_of(tmp_path, apart, EMBEDDING).places([HEAD], head=True)
+        decoder_of(tmp_path, untied, EMBEDDING).checkpoint_names([HEAD], head=True)

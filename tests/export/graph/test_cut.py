@@ -1,4 +1,4 @@
-"""The cut layers of real exporters' graphs: what is in them, and what is not."""
+"""The layers cut from real exporters' graphs: their inputs, states, weights and names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read(package: Path, part: str) -> ov.Model:
 def test_chained_layers_equal_the_source_to_the_bit(
     family: str, tiny_irs: Mapping[str, Path], tiny_packages: Mapping[str, Path]
 ) -> None:
-    # 24 tokens and 8 steps: beyond the sliding window of 8 that one family has.
+    # 24 tokens and 8 steps: longer than the sliding window of 8 of one family.
     assert verify_package(tiny_packages[family], tiny_irs[family] / "openvino_model.xml") == 0.0
 
 
@@ -50,7 +50,7 @@ def test_nothing_of_the_embedding_stays_in_a_layer(family: str, tiny_packages: M
         assert len(ops(model, "ReadValue")) == len(ops(model, "Assign")) == 2
 
 
-def test_no_layer_of_the_real_model_carries_another_ones_weights(smollm2_package: Path) -> None:
+def test_no_layer_of_the_real_model_has_weights_of_another(smollm2_package: Path) -> None:
     sizes = [(smollm2_package / f"{layer_part(n)}.bin").stat().st_size for n in range(30)]
     assert max(sizes) - min(sizes) < 1000
     # 4 bits a weight, a scale and a zero point for each 32 of them: 3.54 million weights a layer
@@ -59,7 +59,7 @@ def test_no_layer_of_the_real_model_carries_another_ones_weights(smollm2_package
 
 
 @families
-def test_a_layer_is_entered_by_hidden_states(family: str, tiny_packages: Mapping[str, Path]) -> None:
+def test_a_layers_input_is_hidden_states(family: str, tiny_packages: Mapping[str, Path]) -> None:
     for number in range(LAYERS):
         model = read(tiny_packages[family], layer_part(number))
         entry = model.inputs[0]

@@ -1,4 +1,4 @@
-"""Finding the layers, and the reasons not to."""
+"""Finding the layers of a graph, and refusing graphs that cannot be cut."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_each_layer_begins_where_the_one_before_ends() -> None:
         assert before.end == after.begin
 
 
-def test_names_say_nothing() -> None:
+def test_friendly_names_are_not_used() -> None:
     model = Toy().model()
     for op in model.get_ops():
         if op.get_type_name() != "Parameter":
@@ -57,7 +57,7 @@ def test_learned_positions_stay_with_layer_0() -> None:
         (Toy(masked_by_token=True), "the embedding cannot be cut off"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_with_the_reason(toy: Toy, reason: str) -> None:
+def test_a_graph_that_cannot_be_cut_is_refused_with_the_reason(toy: Toy, reason: str) -> None:
     with pytest.raises(UnsupportedModel, match=reason):
         CausalGraph(toy.model())
 
@@ -77,6 +77,6 @@ def test_a_file_that_is_no_graph_is_named(tmp_path: Path) -> None:
         read_graph(path)
 
 
-def test_a_layer_leaves_out_what_it_does_not_read(tmp_path: Path) -> None:
+def test_a_layer_has_only_the_inputs_that_it_reads(tmp_path: Path) -> None:
     layer = cut_layer(Toy().write(tmp_path), 1)
     assert [port.get_any_name() for port in layer.inputs[1:]] == ["attention_mask", "beam_idx"]

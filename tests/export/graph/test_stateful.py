@@ -1,4 +1,4 @@
-"""State and Gather, put in and taken out."""
+"""Adding state and Gather to a graph, and removing the Gather."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def logits(model: ov.Model) -> np.ndarray:
     return np.concatenate([runner.run(Step(tokens=tokens[:, a:b], past=a), None) for a, b in bounds], axis=1)
 
 
-def test_a_gather_is_put_behind_every_cache_that_lacks_it() -> None:
+def test_a_gather_is_added_behind_every_cache_without_one() -> None:
     model = add_beam_gathers(Toy(beam_idx=False).model())
     assert "beam_idx" in CausalGraph(model).inputs
     assert np.array_equal(logits(model), logits(Toy().model()))
 
 
-def test_a_gather_is_taken_out_again_for_the_ablation() -> None:
+def test_a_gather_can_be_removed() -> None:
     model = drop_beam_gathers(Toy().model())
     assert not any("beam_idx" in port.get_names() for port in model.inputs)
     with pytest.raises(UnsupportedModel, match="has no Gather over beam_idx"):
@@ -55,12 +55,12 @@ def test_a_cache_without_its_output_is_named() -> None:
         make_stateful(model)
 
 
-def test_a_source_that_has_both_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_source_with_state_and_gathers_is_used_unchanged(tmp_path: Path) -> None:
     ov.save_model(Toy().model(), tmp_path / "openvino_model.xml")
     assert prepare(tmp_path / "openvino_model.xml", tmp_path) == tmp_path / "openvino_model.xml"
 
 
-def test_a_source_that_lacks_the_gather_is_mended_beside_it(tmp_path: Path) -> None:
+def test_a_source_without_gathers_is_rewritten_to_another_file(tmp_path: Path) -> None:
     ov.save_model(Toy(beam_idx=False).model(), tmp_path / "openvino_model.xml")
     mended = prepare(tmp_path / "openvino_model.xml", tmp_path)
     assert mended != tmp_path / "openvino_model.xml"

@@ -1,4 +1,4 @@
-"""Static graphs as files: what they share, when they are refused, and that two exports agree."""
+"""Static graphs as files: shared weights, refusals, and that two exports give the same bytes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_two_exports_agree_on_every_byte(
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_every_layer_reads_its_cache_and_its_mask_from_outside(tiny_packages: Mapping[str, Path]) -> None:
+def test_every_layer_reads_its_cache_and_its_mask_from_inputs(tiny_packages: Mapping[str, Path]) -> None:
     model = make_static(tiny_packages["mistral"] / "layer_001.xml", width=4, slots=20)
     assert {name: list(port.shape) for port in model.inputs for name in port.get_names()} == {
         "hidden_states": [1, 4, 64],
@@ -66,30 +66,30 @@ def test_every_layer_reads_its_cache_and_its_mask_from_outside(tiny_packages: Ma
     assert not {"ReadValue", "Assign", "Range"} & {node.get_type_name() for node in model.get_ops()}
 
 
-def test_kinds_of_layers_are_run_and_a_window_that_is_none_is_found(
+def test_each_kind_of_layer_is_compared_and_a_wrong_window_is_found(
     tiny_static_packages: Mapping[str, Path],
 ) -> None:
-    heard: list[tuple[str, int, int]] = []
+    reported: list[tuple[str, int, int]] = []
     package = tiny_static_packages["gpt_oss"]
     manifest = load_manifest(package)
-    check_static_layers(package, manifest, lambda *said: heard.append(said))
-    # layers that slide, layers that do not, and layer 0, whose shapes begin elsewhere
-    assert heard[-1] == ("checking static graphs", 3, 3)
+    check_static_layers(package, manifest, lambda *step: reported.append(step))
+    # Layers with a window, layers without, and layer 0, whose shapes are computed from other tensors.
+    assert reported[-1] == ("checking static graphs", 3, 3)
     slides, full = manifest.layers[:2]
     wrong = replace(manifest, layers=(slides, slides, slides, full))
-    with pytest.raises(UnsupportedModel, match=r"layer_001 .* does not attend as a sliding window of 8 does"):
+    with pytest.raises(UnsupportedModel, match=r"layer_001 .* its attention is not a sliding window of 8"):
         check_static_layers(package, wrong)
     wrong = replace(manifest, layers=(full, full, full, full))
-    with pytest.raises(UnsupportedModel, match=r"layer_002 .* does not attend as full attention does"):
+    with pytest.raises(UnsupportedModel, match=r"layer_002 .* its attention is not full attention"):
         check_static_layers(package, wrong)
 
 
-def test_a_mask_that_is_not_causal_is_refused_and_nothing_is_left(tiny_irs: Mapping[str, Path], tmp_path: Path) -> None:
+def test_a_mask_that_is_not_causal_is_refused_and_no_file_is_left(tiny_irs: Mapping[str, Path], tmp_path: Path) -> None:
     source = tmp_path / "source"
     Toy().write(source)
     for path in tiny_irs["llama"].glob("openvino_*tokenizer.*"):
         (source / path.name).symlink_to(path)
-    with pytest.raises(UnsupportedModel, match="does not attend as full attention does"):
+    with pytest.raises(UnsupportedModel, match="its attention is not full attention"):
         export_package(source, tmp_path / "package", static=static_spec(32))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -106,7 +106,7 @@ def test_a_mask_inside_the_attention_is_refused(tiny_packages: Mapping[str, Path
         make_static(tmp_path / "layer_000.xml", width=1, slots=20)
 
 
-def test_sizes_that_cannot_be_are_refused(tiny_irs: Mapping[str, Path], tmp_path: Path) -> None:
+def test_invalid_sizes_are_refused(tiny_irs: Mapping[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--static 64 cannot be: static graphs: chunk is 61; 2 to 60 are possible"):
         static_spec(64, 61)
     with pytest.raises(ConfigError, match="--static 1 cannot be"):

@@ -1,4 +1,4 @@
-"""Exporting a checkpoint part by part: the same bytes in one go, in shares, and after a kill; what goes wrong."""
+"""Exporting a checkpoint part by part: the same bytes at once, in ranges of layers, and after a kill; errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from swarm.errors import ConfigError, DamagedFile, PackageError
 from swarm.model.manifest import LayerSpec, check_files, load_manifest
 from swarm.model.spans import LayerRange
 from tests.export.make_tiny import CONTEXT, HIDDEN, LAYERS
-from tests.export.package.test_from_graph import contents, left_over
+from tests.export.package.test_from_graph import contents, file_names
 
 Packages = tuple[Mapping[str, Path], Mapping[str, str]]
 
@@ -34,17 +34,17 @@ def whole(tiny_checkpoints: Mapping[str, Path], tmp_path_factory: pytest.TempPat
     return out
 
 
-def test_a_manifest_says_what_the_checkpoint_says(checkpoint_packages: Packages) -> None:
+def test_the_manifest_has_the_facts_of_the_checkpoint(checkpoint_packages: Packages) -> None:
     package = checkpoint_packages[0]["llama"]
     manifest = load_manifest(package)
     assert (manifest.name, manifest.architecture, manifest.licence) == ("llama", "llama", "mit")
     assert (manifest.weights, manifest.hidden_size, manifest.context_length) == ("f32", HIDDEN, CONTEXT)
     assert manifest.layers == (LayerSpec(kv_heads=2, key_size=16, value_size=16),) * LAYERS
     check_files(package, manifest.files(manifest.parts))
-    assert {entry.path for entry in manifest.files(manifest.parts)} | {"manifest.json"} == set(left_over(package))
+    assert {entry.path for entry in manifest.files(manifest.parts)} | {"manifest.json"} == set(file_names(package))
 
 
-def test_a_rounded_package_stays_within_what_its_format_explains(
+def test_a_compressed_package_stays_within_the_tolerance_of_its_format(
     whole: Path, tiny_checkpoints: Mapping[str, Path]
 ) -> None:
     report = check_package(whole, tiny_checkpoints["qwen3"])
@@ -56,7 +56,7 @@ def test_a_rounded_package_stays_within_what_its_format_explains(
     assert report.choices.alike > report.choices.places // 2
 
 
-def test_the_gather_behind_the_caches_can_be_left_out(tiny_checkpoints: Mapping[str, Path], tmp_path: Path) -> None:
+def test_the_gather_behind_the_caches_can_be_omitted(tiny_checkpoints: Mapping[str, Path], tmp_path: Path) -> None:
     arguments = ["export", str(tiny_checkpoints["qwen3"]), str(tmp_path / "out"), "--layers", "1:2", "--no-beam-idx"]
     done = CliRunner().invoke(app, [*arguments, "--json"])
     assert done.exit_code == 0, done.output
@@ -65,7 +65,7 @@ def test_the_gather_behind_the_caches_can_be_left_out(tiny_checkpoints: Mapping[
     assert not any("beam_idx" in port.get_names() for port in model.inputs)
 
 
-def test_what_the_last_run_is_for_is_said_before_any_work(
+def test_wrong_arguments_are_refused_before_any_work(
     tiny_checkpoints: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out = tiny_checkpoints["qwen3"], tmp_path / "out"
@@ -74,12 +74,12 @@ def test_what_the_last_run_is_for_is_said_before_any_work(
     with pytest.raises(ConfigError, match="leave it out with --layers"):
         export_checkpoint(source, out, Format(), static=static_spec(32), layers=LayerRange(0, 1))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="is a directory that is in use: name one to be made"):
+    with pytest.raises(ConfigError, match="is a directory in use: name a new one"):
         export_checkpoint(source, Path("."), Format())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_shares_made_apart_and_brought_together_are_the_same_package(
+def test_ranges_of_layers_made_separately_give_the_same_package(
     whole: Path, tiny_checkpoints: Mapping[str, Path], tmp_path: Path
 ) -> None:
     source, format = tiny_checkpoints["qwen3"], Format(weights="int4")
@@ -93,7 +93,7 @@ def test_shares_made_apart_and_brought_together_are_the_same_package(
     assert not (tmp_path / "a.partial").exists()
 
 
-def test_after_a_kill_only_what_is_not_whole_is_made_again(
+def test_after_a_kill_only_unfinished_parts_are_made_again(
     whole: Path, tiny_checkpoints: Mapping[str, Path], tmp_path: Path
 ) -> None:
     source, format, out = tiny_checkpoints["qwen3"], Format(weights="int4"), tmp_path / "package"
@@ -105,40 +105,40 @@ def test_after_a_kill_only_what_is_not_whole_is_made_again(
     with pytest.raises(KeyboardInterrupt):
         export_checkpoint(source, out, format, progress=die)
     assert not out.exists()
-    made = Journal.beside(out).package
-    (made / "layer_001.bin").write_bytes(b"half")
-    kept = (made / "layer_000.bin").stat().st_mtime_ns
+    partial = Journal.for_output(out).package
+    (partial / "layer_001.bin").write_bytes(b"half")
+    before = (partial / "layer_000.bin").stat().st_mtime_ns
     seen: list[int] = []
 
     def watch(what: str, done: int, _total: int) -> None:
         if (what, done) == ("checking layers", 0):
-            seen.append((made / "layer_000.bin").stat().st_mtime_ns)
+            seen.append((partial / "layer_000.bin").stat().st_mtime_ns)
 
     export_checkpoint(source, out, format, resume=True, progress=watch)
-    assert seen == [kept]
+    assert seen == [before]
     assert contents(out) == contents(whole)
 
 
-def test_an_unfinished_export_is_neither_taken_nor_discarded_unasked(
+def test_an_unfinished_export_is_neither_continued_nor_discarded_without_an_option(
     tiny_checkpoints: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    journal = Journal.beside(tmp_path / "package")
-    journal.begin()
+    journal = Journal.for_output(tmp_path / "package")
+    journal.create()
     (journal.folder / "parts" / "embed.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"unfinished export: go on with --resume, or discard it with --force"):
+    with pytest.raises(ConfigError, match=r"unfinished export: continue it with --resume, or discard it with --force"):
         export_checkpoint(tiny_checkpoints["qwen3"], tmp_path / "package", Format())
 
 
-def test_missing_shares_are_named(tiny_checkpoints: Mapping[str, Path], tmp_path: Path) -> None:
+def test_missing_parts_are_named(tiny_checkpoints: Mapping[str, Path], tmp_path: Path) -> None:
     from export.package.from_checkpoint import assemble
 
     journal = Journal(tmp_path / "package.partial")
-    journal.begin()
+    journal.create()
     with pytest.raises(PackageError, match=r"lacks embed, layer_000, layer_001, layer_002 \.\.\.: export these"):
         assemble(Work.on(tiny_checkpoints["qwen3"], Format()), journal)
 
 
-def test_parts_of_another_format_or_checkpoint_are_not_taken(tiny_checkpoints: Mapping[str, Path]) -> None:
+def test_parts_of_another_format_or_checkpoint_are_not_reused(tiny_checkpoints: Mapping[str, Path]) -> None:
     digests = {
         Work.on(tiny_checkpoints[family], format).made_from("layer_001", 1)
         for family in ("qwen3", "llama")
@@ -147,7 +147,7 @@ def test_parts_of_another_format_or_checkpoint_are_not_taken(tiny_checkpoints: M
     assert len(digests) == 6
 
 
-def test_a_share_has_the_ends_that_belong_to_it() -> None:
+def test_the_first_range_includes_the_embedding_and_the_last_the_head() -> None:
     assert parts_within(3, LayerRange(0, 1)) == ["embed", "layer_000"]
     assert parts_within(3, LayerRange(1, 3)) == ["layer_001", "layer_002", "head"]
     assert parts_within(2, None) == ["embed", "layer_000", "layer_001", "head"]
@@ -161,7 +161,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_name(
     source = shutil.copytree(tiny_checkpoints["qwen3"], tmp_path / "source")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS + 1, "layer_types": None}))
-    with pytest.raises(PackageError, match=rf"no tensors model\.layers\.{LAYERS}\.\*: the checkpoint is not whole"):
+    with pytest.raises(PackageError, match=rf"no tensors model\.layers\.{LAYERS}\.\*: the checkpoint is incomplete"):
         export_checkpoint(source, tmp_path / "package", Format())
 
 
@@ -173,7 +173,7 @@ def test_a_damaged_file_is_named(tiny_checkpoints: Mapping[str, Path], tmp_path:
         export_checkpoint(source, tmp_path / "package", Format())
 
 
-def test_two_jobs_in_processes_of_their_own_give_the_same_bytes(
+def test_two_jobs_in_child_processes_give_the_same_bytes(
     whole: Path, tiny_checkpoints: Mapping[str, Path], tmp_path: Path
 ) -> None:
     arguments = ["export", str(tiny_checkpoints["qwen3"]), str(tmp_path / "package")]

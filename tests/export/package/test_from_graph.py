@@ -1,4 +1,4 @@
-"""Whole exports: what is written, what is refused, and that OUT is whole or untouched."""
+"""Exports of whole graphs: the written package, refusals, and that OUT is complete or unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def left_over(directory: Path) -> list[str]:
+def file_names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
@@ -41,10 +41,10 @@ def test_the_real_models_manifest(smollm2_package: Path) -> None:
 def test_everything_in_a_package_is_in_its_manifest(smollm2_package: Path) -> None:
     manifest = load_manifest(smollm2_package)
     listed = {entry.path for entry in manifest.files(manifest.parts)}
-    assert listed | {"manifest.json"} == set(left_over(smollm2_package))
+    assert listed | {"manifest.json"} == set(file_names(smollm2_package))
 
 
-def test_the_tokenizer_comes_along(smollm2_package: Path) -> None:
+def test_the_package_has_the_tokenizer(smollm2_package: Path) -> None:
     tokenizer = openvino_genai.Tokenizer(str(smollm2_package))
     ids = tokenizer.encode("Paris – naïve").input_ids.data[0].tolist()
     assert tokenizer.decode(ids) == "Paris – naïve"
@@ -79,8 +79,8 @@ def test_weights_become_smaller_in_every_part(
     for part in ("embed", layer_part(0), layer_part(3), HEAD):
         expected = "int8" if weights == "int4" and part in ("embed", HEAD) else weights
         assert weight_format(ov.Core().read_model(out / f"{part}.xml")) == expected
-        smaller, kept = ((package / f"{part}.bin").stat().st_size for package in (out, tiny_packages["llama"]))
-        assert smaller < kept
+        smaller, original = ((package / f"{part}.bin").stat().st_size for package in (out, tiny_packages["llama"]))
+        assert smaller < original
 
 
 def test_int4_weights_still_run(tiny_irs: Mapping[str, Path], tmp_path: Path) -> None:
@@ -88,16 +88,16 @@ def test_int4_weights_still_run(tiny_irs: Mapping[str, Path], tmp_path: Path) ->
     assert 0.0 < verify_package(tmp_path / "package", tiny_irs["qwen3"] / "openvino_model.xml") < 1.0
 
 
-def test_the_attention_of_every_structure_of_layers_is_asserted_to_be_fused(
+def test_the_attention_of_every_structure_of_layers_must_be_fused(
     tiny_irs: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asserted: list[str] = []
-    monkeypatch.setattr("export.package.from_graph.require_fused", lambda path: asserted.append(path.stem))
+    checked: list[str] = []
+    monkeypatch.setattr("export.package.from_graph.require_fused", lambda path: checked.append(path.stem))
     export_package(tiny_irs["gpt_oss"], tmp_path / "package")
-    assert asserted[:2] == [layer_part(0), layer_part(1)]  # one slides, the other does not
-    asserted.clear()
+    assert checked[:2] == [layer_part(0), layer_part(1)]  # one has a sliding window, the other does not
+    checked.clear()
     export_package(tiny_irs["gpt_oss"], tmp_path / "bare", beam_idx=False)
-    assert asserted == []
+    assert checked == []
 
 
 def test_compressed_weights_are_not_compressed_again(smollm2_ir: Path, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_compressed_weights_are_not_compressed_again(smollm2_ir: Path, tmp_path:
     (source / "config.json").write_text('{"max_position_embeddings": 8192, "eos_token_id": 2}')
     with pytest.raises(ConfigError, match="are int4 already and cannot be made int8"):
         export_package(source, tmp_path / "package", weights="int8")
-    assert left_over(tmp_path) == ["source"]
+    assert file_names(tmp_path) == ["source"]
 
 
 def test_name_and_licence_can_be_given(tiny_irs: Mapping[str, Path], tmp_path: Path) -> None:
@@ -119,10 +119,10 @@ def test_name_and_licence_can_be_given(tiny_irs: Mapping[str, Path], tmp_path: P
 
 def test_missing_directories_are_made(tiny_irs: Mapping[str, Path], tmp_path: Path) -> None:
     export_package(tiny_irs["llama"], tmp_path / "a" / "b")
-    assert left_over(tmp_path / "a") == ["b"]
+    assert file_names(tmp_path / "a") == ["b"]
 
 
-def test_a_package_is_replaced_by_force_alone(tiny_irs: Mapping[str, Path], tmp_path: Path) -> None:
+def test_a_package_is_replaced_only_with_force(tiny_irs: Mapping[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "package"
     export_package(tiny_irs["llama"], out)
     before = contents(out)
@@ -131,16 +131,16 @@ def test_a_package_is_replaced_by_force_alone(tiny_irs: Mapping[str, Path], tmp_
     assert contents(out) == before
     assert export_package(tiny_irs["qwen3"], out, force=True).name == "qwen3"
     assert load_manifest(out).name == "qwen3"
-    assert left_over(tmp_path) == ["package"]
+    assert file_names(tmp_path) == ["package"]
 
 
-def test_what_is_no_package_is_never_replaced(tiny_irs: Mapping[str, Path], tmp_path: Path) -> None:
+def test_anything_but_a_package_is_never_replaced(tiny_irs: Mapping[str, Path], tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("three years")
     with pytest.raises(ConfigError, match="not empty and not a model package"):
         export_package(tiny_irs["llama"], tmp_path, force=True)
     with pytest.raises(ConfigError, match=r"thesis\.txt is a file"):
         export_package(tiny_irs["llama"], tmp_path / "thesis.txt", force=True)
-    assert left_over(tmp_path) == ["thesis.txt"]
+    assert file_names(tmp_path) == ["thesis.txt"]
 
 
 def test_an_empty_directory_is_filled(tiny_irs: Mapping[str, Path], tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_refused_check_leaves_nothing_behind(tiny_irs: Mapping[str, Path], tmp
 
     with pytest.raises(PackageError, match="no"):
         export_package(tiny_irs["llama"], tmp_path / "package", check=refuse)
-    assert left_over(tmp_path) == []
+    assert file_names(tmp_path) == []
 
 
 def test_an_interrupt_leaves_nothing_behind(tiny_irs: Mapping[str, Path], tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_an_interrupt_leaves_nothing_behind(tiny_irs: Mapping[str, Path], tmp_pa
 
     with pytest.raises(KeyboardInterrupt):
         export_package(tiny_irs["llama"], tmp_path / "package", progress=interrupt)
-    assert left_over(tmp_path) == []
+    assert file_names(tmp_path) == []
 
 
 def test_an_uncuttable_model_leaves_nothing_behind(tiny_irs: Mapping[str, Path], tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_an_uncuttable_model_leaves_nothing_behind(tiny_irs: Mapping[str, Path],
         (source / path.name).write_bytes(path.read_bytes())
     with pytest.raises(UnsupportedModel, match="ScaledDotProductAttention"):
         export_package(source, tmp_path / "package")
-    assert left_over(tmp_path) == ["source"]
+    assert file_names(tmp_path) == ["source"]
 
 
 def test_a_truncated_ir_is_damaged(tiny_irs: Mapping[str, Path], tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_truncated_ir_is_damaged(tiny_irs: Mapping[str, Path], tmp_path: Path)
         export_package(source, tmp_path / "package")
 
 
-def test_a_source_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_source_is_named(tmp_path: Path) -> None:
     with pytest.raises(PackageError, match="nowhere does not exist"):
         export_package(tmp_path / "nowhere", tmp_path / "package")
 
@@ -201,13 +201,13 @@ def test_an_unknown_weight_format_is_named(tmp_path: Path) -> None:
         export_package(tmp_path, tmp_path / "package", weights="int3")
 
 
-def test_a_missing_nncf_is_said_before_any_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_nncf_is_reported_before_any_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "nncf", None)
     with pytest.raises(ConfigError, match=r"needs nncf.*aipc-swarm\[export\]"):
         export_package(tmp_path, tmp_path / "package", weights="int8")
 
 
-def test_a_place_that_cannot_be_written_is_named(tiny_irs: Mapping[str, Path], tmp_path: Path) -> None:
+def test_an_unwritable_output_is_named(tiny_irs: Mapping[str, Path], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SwarmError, match=r"exporting to .* failed"):
         export_package(tiny_irs["llama"], tmp_path / "file" / "package")

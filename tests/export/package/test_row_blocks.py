@@ -1,4 +1,4 @@
-"""Blocks of rows, compressed apart, are the matrix compressed as one."""
+"""Blocks of rows compressed separately equal the matrix compressed at once."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def head(first: int, last: int, bias: ov.Type | None = None) -> PartGraph:
         numbers = op.constant(MATRIX[None, first:last, 0], dtype=bias)
         logits = op.add(logits, op.convert(numbers, "f32"))
     return PartGraph(
-        model=ov.Model([op.result(logits)], [hidden], "head"), facts={"vocab_size": last - first}, alive=[]
+        model=ov.Model([op.result(logits)], [hidden], "head"), facts={"vocab_size": last - first}, buffers=[]
     )
 
 
 @pytest.mark.parametrize("block", [1500, 128 * ROWS // 2, 1 << 20])
-def test_the_bytes_are_the_same_whatever_the_block(block: int) -> None:
+def test_the_bytes_do_not_depend_on_the_size_of_the_blocks(block: int) -> None:
     format = Format(weights="int8")
     whole = compress_rows(head, ROWS, 4 * WIDTH, format, block=1 << 30)
     blocks = compress_rows(head, ROWS, 4 * WIDTH, format, block=block)
@@ -40,7 +40,7 @@ def test_the_bytes_are_the_same_whatever_the_block(block: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [ov.Type.f32, ov.Type.f16, ov.Type.bf16])
-def test_a_bias_is_put_together_too(kind: ov.Type) -> None:
+def test_a_bias_is_concatenated_too(kind: ov.Type) -> None:
     piece = compress_rows(lambda a, b: head(a, b, kind), ROWS, 4 * WIDTH, Format(weights="int8"), block=1500)
     logits = ov.Core().compile_model(piece.model, "CPU")(np.zeros((1, 1, WIDTH), np.float32))[0]
     np.testing.assert_allclose(logits[0, 0], MATRIX[:, 0], rtol=0.01)

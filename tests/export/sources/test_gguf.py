@@ -1,4 +1,4 @@
-"""GGUF files that cannot become a package. Those that can are in test_package.py."""
+"""GGUF files that are refused. Exports that succeed are tested in tests/export/package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def architecture(name: str) -> bytes:
     return entry("general.architecture", 8, text(name))
 
 
-def test_a_file_that_ends_early_is_damaged(smollm2_gguf: Path, tmp_path: Path) -> None:
+def test_a_truncated_file_is_damaged(smollm2_gguf: Path, tmp_path: Path) -> None:
     with smollm2_gguf.open("rb") as file:
         (tmp_path / "cut.gguf").write_bytes(file.read(20 << 20))
     with pytest.raises(DamagedFile, match=r"cut\.gguf is damaged: it has 20971520 bytes"):
@@ -33,7 +33,7 @@ def test_another_kind_of_file_is_named(tmp_path: Path) -> None:
         export_package(tmp_path / "model.safetensors", tmp_path / "package")
 
 
-def test_an_architecture_that_is_not_known_is_refused_with_the_reason(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_refused_with_the_reason(tmp_path: Path) -> None:
     content = gguf([architecture("mamba"), entry("mamba.context_length", 4, struct.pack("<I", 64))])
     (tmp_path / "m.gguf").write_bytes(content)
     with pytest.raises(UnsupportedModel, match=r"cannot convert .*m\.gguf \(architecture mamba\): \w+"):
@@ -41,8 +41,8 @@ def test_an_architecture_that_is_not_known_is_refused_with_the_reason(tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
-def test_a_disk_that_was_full_is_told_and_not_the_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """openvino_genai says then: basic_ios::clear: iostream error."""
+def test_a_full_disk_is_reported_and_not_the_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk openvino_genai reports: basic_ios::clear: iostream error."""
     content = gguf([architecture("mamba"), entry("mamba.context_length", 4, struct.pack("<I", 64))])
     (tmp_path / "m.gguf").write_bytes(content)
     broken = subprocess.CompletedProcess([], 1, stdout="", stderr="RuntimeError: basic_ios::clear: iostream error")

@@ -1,4 +1,4 @@
-"""The header reader against good, damaged and hostile files."""
+"""Reading the header of valid, damaged and hostile files."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_metadata_is_read_and_lists_are_skipped(path: Path) -> None:
     assert (header.tensors, header.number("llama.context_length"), header.text("general.name")) == (1, 64, "")
 
 
-def test_every_shortened_file_is_damaged(path: Path) -> None:
+def test_every_truncated_file_is_damaged(path: Path) -> None:
     whole = gguf()
     for size in range(len(whole)):
         path.write_bytes(whole[:size])
@@ -88,7 +88,7 @@ def test_every_shortened_file_is_damaged(path: Path) -> None:
         (gguf([entry("x", 9, struct.pack("<IQ", 4, 1 << 60))]), "list items"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(path: Path, content: bytes, reason: str) -> None:
+def test_a_damaged_file_is_refused_with_the_reason(path: Path, content: bytes, reason: str) -> None:
     path.write_bytes(content)
     with pytest.raises(DamagedFile, match=reason):
         read_header(path)
@@ -101,7 +101,7 @@ def test_a_missing_file_is_named(path: Path) -> None:
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.integers(4, 400), junk=st.binary(min_size=1, max_size=16))
-def test_overwritten_bytes_raise_nothing_else(path: Path, at: int, junk: bytes) -> None:
+def test_overwritten_bytes_raise_only_damaged_file(path: Path, at: int, junk: bytes) -> None:
     whole = bytearray(gguf())
     whole[at : at + len(junk)] = junk
     path.write_bytes(whole)

@@ -1,4 +1,4 @@
-"""What a directory says about its model."""
+"""The facts of a model, from the files of its directory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_config_is_read(tmp_path: Path) -> None:
     assert (source.licence, source.origin) == ("unknown", tmp_path.name)
 
 
-def test_a_directory_of_the_hubs_cache_is_called_by_its_models_id(tmp_path: Path) -> None:
+def test_a_model_in_the_hubs_cache_is_named_by_its_id(tmp_path: Path) -> None:
     place = tmp_path / "models--owner--A-Model" / "snapshots" / "0123abcd"
     place.mkdir(parents=True)
     source = read_ir_source(directory(place))
@@ -42,7 +42,7 @@ def test_the_text_config_of_a_larger_model_is_read(tmp_path: Path) -> None:
     assert source.context_length == 2048
 
 
-def test_generation_config_is_asked_first_for_the_end_of_text(tmp_path: Path) -> None:
+def test_generation_config_has_precedence_for_the_end_of_text(tmp_path: Path) -> None:
     source = read_ir_source(directory(tmp_path, generation_config={"eos_token_id": [7, 9]}))
     assert source.eos_token_ids == (7, 9)
 
@@ -73,7 +73,7 @@ def test_the_licence_is_that_of_the_model_card(tmp_path: Path, front_matter: str
         ({"sliding_window": 16, "model_type": "gemma2"}, (16, None, 16, None)),
     ],
 )
-def test_sliding_windows_are_told_layer_by_layer(
+def test_sliding_windows_are_read_for_each_layer(
     tmp_path: Path, more: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
     assert read_ir_source(directory(tmp_path, CONFIG | more)).windows(4) == windows
@@ -90,7 +90,7 @@ def test_broken_json_is_named(tmp_path: Path) -> None:
         read_ir_source(tmp_path)
 
 
-def test_json_that_is_no_object_is_named(tmp_path: Path) -> None:
+def test_json_without_an_object_is_named(tmp_path: Path) -> None:
     with pytest.raises(DamagedFile, match=r"generation_config\.json holds no JSON object"):
         read_ir_source(directory(tmp_path, generation_config=[1]))
 

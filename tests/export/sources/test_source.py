@@ -1,4 +1,4 @@
-"""Names, and what belongs to a tokenizer."""
+"""Slugs of names, and the files of a tokenizer."""
 
 from __future__ import annotations
 

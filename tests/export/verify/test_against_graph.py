@@ -1,4 +1,4 @@
-"""A verification that could not fail would be worth nothing."""
+"""Comparisons of packages with source graphs: equal ones pass, different ones fail."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def test_a_source_that_does_not_compile_is_named(tiny_packages: Mapping[str, Pat
 
 
 def test_progress_ends_at_the_last_part(tiny_irs: Mapping[str, Path], tiny_packages: Mapping[str, Path]) -> None:
-    heard: list[tuple[str, int, int]] = []
+    reported: list[tuple[str, int, int]] = []
     ir = tiny_irs["mixtral"] / "openvino_model.xml"
-    verify_package(tiny_packages["mixtral"], ir, decode=1, progress=lambda *step: heard.append(step))
-    assert heard[-1] == ("verifying", 6, 6)
+    verify_package(tiny_packages["mixtral"], ir, decode=1, progress=lambda *step: reported.append(step))
+    assert reported[-1] == ("verifying", 6, 6)
 
 
 @pytest.mark.parametrize(("family", "weights"), [("llama", "int8"), ("mixtral", "int8"), ("phi3", "f16")])
@@ -52,10 +52,10 @@ def test_compressed_weights_stay_close(family: str, weights: str, tiny_irs: Mapp
     assert 0.0 < difference < 0.1
 
 
-def test_who_has_compared_packages_can_be_interrupted(
+def test_a_process_that_has_compared_packages_can_be_interrupted(
     tiny_irs: Mapping[str, Path], tiny_packages: Mapping[str, Path], tiny_static_packages: Mapping[str, Path]
 ) -> None:
-    """Graphs that come and go in the main thread take its stack for signals away from under it."""
+    """Compiling and dropping graphs in the main thread would remove its alternate stack for signals."""
     package, ir = tiny_packages["llama"], tiny_irs["llama"] / "openvino_model.xml"
     static = tiny_static_packages["llama"]
     code = f"""
@@ -70,8 +70,8 @@ compare = {{
     "with static graphs": lambda: check_static_layers(static, load_manifest(static)),
 }}
 signal.signal(signal.SIGINT, signal.default_int_handler)
-for what, of_two in compare.items():
-    of_two()
+for what, run in compare.items():
+    run()
     try:
         signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""`swarm export --check`, and what `swarm inspect` shows."""
+"""`swarm export --check` and `swarm inspect`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_part_is_compared_with_the_checkpoint(
     assert all(check.deviation is not None and check.deviation < 1e-5 for check in report.parts)
     assert report.text is not None
     assert report.choices is not None
-    # the prompt's 24 bytes, and of what was written all but the last, after which nothing was chosen
+    # The prompt's 24 bytes, and the continuation except its last token, after which no token was chosen.
     assert report.choices.places == report.choices.alike >= 24
     report.require()
 
@@ -44,7 +44,7 @@ def test_a_layer_with_other_weights_is_found(
     assert report.worst.part in ("layer_001", "layer_002")
     assert report.choices is not None
     assert report.choices.alike < report.choices.places
-    with pytest.raises(PackageError, match=r"layer_00[12] deviates from the checkpoint by .* explains 0\.0001"):
+    with pytest.raises(PackageError, match=r"layer_00[12] deviates from the checkpoint by .* allows 0\.0001"):
         report.require()
 
 
@@ -58,11 +58,11 @@ def test_a_file_that_changed_is_found_without_a_checkpoint(checkpoint_packages: 
 def test_another_models_checkpoint_is_refused(
     tiny_checkpoints: Mapping[str, Path], checkpoint_packages: Packages
 ) -> None:
-    with pytest.raises(ConfigError, match="is a qwen3 of 4 layers, the package a llama of 4"):
+    with pytest.raises(ConfigError, match="is a qwen3 with 4 layers, the package a llama with 4"):
         check_package(checkpoint_packages[0]["llama"], tiny_checkpoints["qwen3"])
 
 
-def test_a_text_of_a_model_that_does_not_fit_is_compared_too(
+def test_the_text_of_a_model_larger_than_memory_is_compared_too(
     tiny_checkpoints: Mapping[str, Path], checkpoint_packages: Packages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("export.verify.check.share_of", lambda memory: 0)
@@ -72,15 +72,17 @@ def test_a_text_of_a_model_that_does_not_fit_is_compared_too(
     assert report.choices.places == report.choices.alike == len(PROMPT)
 
 
-def test_another_text_is_a_fault_where_weights_are_not_rounded() -> None:
+def test_a_different_text_is_an_error_if_weights_are_not_rounded() -> None:
     choices = Choices(places=9, alike=7, apart=0.2)
     parts = (PartCheck(part="head", deviation=0.0),)
     CheckReport(digest="", parts=parts, tolerance=0.1, text=None, choices=choices, rounds=True).require()
-    with pytest.raises(PackageError, match=r"chooses 2 of 9 tokens otherwise, by up to 0\.2 .* 0\.1 is rounding"):
+    with pytest.raises(
+        PackageError, match=r"chooses another token at 2 of 9 positions, by up to 0\.2 .* more than rounding \(0\.1\)"
+    ):
         CheckReport(digest="", parts=parts, tolerance=0.1, text=None, choices=choices, rounds=False).require()
 
 
-def test_numbers_that_are_none_are_past_every_tolerance() -> None:
+def test_nan_exceeds_every_tolerance() -> None:
     worst = PartCheck(part="layer_000", deviation=float("nan"))
     with pytest.raises(PackageError):
         CheckReport(digest="", parts=(worst,), tolerance=0.1, text=None).require()
@@ -94,20 +96,20 @@ def test_inspect_shows_layers_by_kind(checkpoint_packages: Packages) -> None:
     assert "4 experts" in as_text(describe(checkpoint_packages[0]["mixtral"]))
 
 
-def test_inspect_tells_programs_the_same(checkpoint_packages: Packages) -> None:
+def test_inspect_prints_the_same_as_json(checkpoint_packages: Packages) -> None:
     package = checkpoint_packages[0]["llama"]
     result = CliRunner().invoke(app, ["inspect", str(package), "--json"])
-    told = json.loads(result.stdout)
+    shown = json.loads(result.stdout)
     manifest = load_manifest(package)
-    assert (told["digest"], told["licence"], told["source"]) == (manifest.digest, "mit", "llama")
-    assert told["layers"] == [
-        {"first": 0, "last": 4, "bytes_each": told["layers"][0]["bytes_each"], "kv_heads": 2, "key_size": 16}
+    assert (shown["digest"], shown["licence"], shown["source"]) == (manifest.digest, "mit", "llama")
+    assert shown["layers"] == [
+        {"first": 0, "last": 4, "bytes_each": shown["layers"][0]["bytes_each"], "kv_heads": 2, "key_size": 16}
         | {"value_size": 16, "window": None, "experts": None}
     ]
-    assert told["kv_bytes_f32"] == 4 * manifest.kv_elements(manifest.span) * 2
+    assert shown["kv_bytes_f32"] == 4 * manifest.kv_elements(manifest.span) * 2
 
 
-def test_inspect_shows_graphs_for_npus_and_takes_sizes_that_can_be(
+def test_inspect_shows_graphs_for_npus_and_refuses_impossible_memory_sizes(
     tiny_static_packages: Mapping[str, Path],
 ) -> None:
     package = tiny_static_packages["llama"]

@@ -1,4 +1,4 @@
-"""Entries of the cache of compiled graphs: sealed, damaged, half written."""
+"""Entries of the cache of compiled graphs: sealed, damaged, incomplete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_sealed_entry_stays(entry: Path) -> None:
     assert (entry / "1.blob").read_bytes() == b"compiled"
 
 
-def test_a_changed_an_added_and_an_unsealed_file_each_cost_the_entry(entry: Path) -> None:
+def test_a_changed_added_or_unsealed_file_deletes_the_entry(entry: Path) -> None:
     for damage in (
         lambda: (entry / "1.blob").write_bytes(b"compilex"),
         lambda: (entry / "2.blob").write_bytes(b"more"),
@@ -53,17 +53,17 @@ def test_a_second_graph_in_an_entry_is_sealed_too(entry: Path) -> None:
     assert (entry / "2.blob").exists()
 
 
-def test_an_entry_that_is_not_there_is_no_error(tmp_path: Path) -> None:
+def test_a_missing_entry_is_no_error(tmp_path: Path) -> None:
     discard_if_damaged(entry_path(tmp_path, "none"))
     with locked(entry_path(tmp_path / "new", "none")):
         assert (tmp_path / "new").is_dir()
 
 
-def kept(cache_dir: Path) -> set[str]:
+def entry_names(cache_dir: Path) -> set[str]:
     return {path.parent.name for path in cache_dir.glob("*/sealed.json")}
 
 
-def test_what_was_used_last_is_kept_and_what_is_in_use_too(tmp_path: Path) -> None:
+def test_recently_used_and_locked_entries_are_not_evicted(tmp_path: Path) -> None:
     entries = [entry_path(tmp_path, str(number)) for number in range(5)]
     for age, entry in enumerate(entries):
         entry.mkdir()
@@ -73,6 +73,6 @@ def test_what_was_used_last_is_kept_and_what_is_in_use_too(tmp_path: Path) -> No
     seal(entries[4])  # the oldest is used again
     with locked(entries[3]):
         evict(tmp_path, keep=2)
-    assert kept(tmp_path) == {entries[0].name, entries[4].name, entries[3].name}
+    assert entry_names(tmp_path) == {entries[0].name, entries[4].name, entries[3].name}
     evict(tmp_path, keep=2)
-    assert kept(tmp_path) == {entries[0].name, entries[4].name}
+    assert entry_names(tmp_path) == {entries[0].name, entries[4].name}

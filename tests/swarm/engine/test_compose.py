@@ -1,4 +1,4 @@
-"""A composed span against the graph that it was cut from: same operations, same bits."""
+"""A composed span compared with the graph that it was cut from: same operations, same bits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FAMILIES = ("llama", "qwen3", "phi3", "mistral", "mixtral")
 
 
 class Unsplit:
-    """The source graph, run as it is."""
+    """The source graph, unsplit."""
 
     def __init__(self, ir: Path) -> None:
         self.compiled = ov.Core().compile_model(ov.Core().read_model(ir), "CPU", F32)
@@ -46,12 +46,12 @@ class Unsplit:
         logits: NDArray[np.float32] = self._request.infer(inputs)[0][0]
         return logits.copy()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._request.reset_state()
 
 
 def chained(engines: Sequence[StatefulEngine], start: int, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
-    """Logits of all `tokens` out of spans in a row."""
+    """The logits of all `tokens`, by consecutive spans."""
     out: Any = None
     for engine in engines:
         rows = len(tokens) if engine is engines[-1] else 0
@@ -65,7 +65,7 @@ def spans_of(package: Path, cuts: Sequence[int]) -> list[StatefulEngine]:
 
 
 def assert_same_bits(unsplit: Unsplit, engines: Sequence[StatefulEngine], *, steps: int, prompt: int) -> None:
-    unsplit.forget()
+    unsplit.reset()
     for engine in engines:
         engine.open("s", prompt + steps)
     tokens = np.random.default_rng(1).integers(3, unsplit.vocab_size, prompt).astype(np.int32)
@@ -117,7 +117,7 @@ def test_a_real_model_equals_its_unsplit_graph_to_the_bit(
     assert_same_bits(real, [StatefulEngine(whole, manifest, manifest.span)], steps=6, prompt=24)
 
 
-def test_three_spans_of_a_real_model_do_too(real: Unsplit, smollm2_package: Path) -> None:
+def test_three_spans_of_a_real_model_equal_it_too(real: Unsplit, smollm2_package: Path) -> None:
     assert_same_bits(real, spans_of(smollm2_package, (0, 11, 19, 30)), steps=6, prompt=24)
 
 
@@ -126,7 +126,7 @@ def test_mask_and_rotary_values_are_computed_once_for_thirty_layers(real: Unspli
     assert found["ScaledDotProductAttention"] == unsplit["ScaledDotProductAttention"] == 30
     for kind in ("ShapeOf", "Range", "Eltwise", "FullyConnected"):
         assert found[kind] == unsplit[kind], kind
-    # The choice of rows adds four, the batch and length taken from hidden states three.
+    # The selection of rows adds four, reading batch and length from hidden states three.
     assert found.total() - unsplit.total() <= 8
 
 
@@ -141,7 +141,7 @@ def test_layers_with_different_windows_do_not_share_their_masks(tiny_packages: M
     assert two["ScaledDotProductAttention"] == 4
 
 
-def test_logits_are_computed_for_the_rows_that_want_them(tiny_packages: Mapping[str, Path]) -> None:
+def test_logits_are_computed_only_for_the_requested_rows(tiny_packages: Mapping[str, Path]) -> None:
     package = tiny_packages["llama"]
     manifest = load_manifest(package)
     engine = open_engine(package, manifest, manifest.span)
@@ -169,7 +169,7 @@ def test_the_models_own_settings_are_kept(tiny_packages: Mapping[str, Path]) -> 
         assert composed.get_rt_info(path).astype(str) == layer.get_rt_info(path).astype(str)
 
 
-def test_a_middle_span_asks_for_hidden_states_and_nothing_of_the_ends(tiny_packages: Mapping[str, Path]) -> None:
+def test_a_middle_span_has_hidden_states_as_input_and_output(tiny_packages: Mapping[str, Path]) -> None:
     package = tiny_packages["llama"]
     manifest = load_manifest(package)
     model = compose(package, manifest, LayerRange(1, 3))
@@ -179,7 +179,7 @@ def test_a_middle_span_asks_for_hidden_states_and_nothing_of_the_ends(tiny_packa
     assert len(model.get_sinks()) == 4
 
 
-def test_without_the_beam_gather_attention_falls_apart_and_that_is_an_error(
+def test_without_the_beam_gather_attention_is_not_fused_and_that_is_an_error(
     tiny_packages: Mapping[str, Path],
 ) -> None:
     package = tiny_packages["llama"]
@@ -198,7 +198,7 @@ def test_without_the_beam_gather_attention_falls_apart_and_that_is_an_error(
     np.testing.assert_allclose(results[0], results[1], atol=1e-5)
 
 
-def test_a_file_that_is_no_graph_is_named(tiny_packages: Mapping[str, Path], tmp_path: Path) -> None:
+def test_a_file_without_a_graph_is_named(tiny_packages: Mapping[str, Path], tmp_path: Path) -> None:
     package = shutil.copytree(tiny_packages["llama"], tmp_path / "damaged")
     manifest = load_manifest(package)
     (package / "layer_002.xml").write_text("<net")
@@ -215,7 +215,7 @@ def test_the_same_layer_twice_is_refused(tiny_packages: Mapping[str, Path], tmp_
         compose(package, load_manifest(package), LayerRange(1, 3))
 
 
-def test_settings_that_cannot_be_are_named(tiny_packages: Mapping[str, Path]) -> None:
+def test_invalid_settings_are_named(tiny_packages: Mapping[str, Path]) -> None:
     package = tiny_packages["llama"]
     manifest = load_manifest(package)
     model = compose(package, manifest, LayerRange(1, 2))
@@ -224,7 +224,7 @@ def test_settings_that_cannot_be_are_named(tiny_packages: Mapping[str, Path]) ->
             compile_span(model, attention_layers=1, **wrong)
 
 
-def test_numerics_are_what_the_device_says(tiny_packages: Mapping[str, Path]) -> None:
+def test_numerics_are_read_from_the_device(tiny_packages: Mapping[str, Path]) -> None:
     package = tiny_packages["llama"]
     manifest = load_manifest(package)
     accurate = open_engine(package, manifest, LayerRange(1, 3), precision="accuracy")
@@ -253,7 +253,7 @@ def test_a_cache_is_used_and_a_damaged_one_replaced(tiny_packages: Mapping[str, 
         assert blob.stat().st_size == len(content)
         assert blob.read_bytes() != damaged
 
-    (blob.parent / "sealed.json").unlink()  # a process that died while it wrote
+    (blob.parent / "sealed.json").unlink()  # as after a process that died while writing
     assert np.array_equal(result(), first)
     assert (blob.parent / "sealed.json").exists()
 
@@ -265,7 +265,7 @@ def test_the_first_start_too_runs_from_the_mapped_blob(tiny_packages: Mapping[st
         assert compiled.get_property("LOADED_FROM_CACHE")
 
 
-def test_half_floats_are_compiled_anew_for_a_cached_graph_widens_them(
+def test_half_floats_are_compiled_anew_because_a_cached_graph_holds_them_in_f32(
     tiny_packages: Mapping[str, Path], tmp_path: Path
 ) -> None:
     package = tiny_packages["llama"]
@@ -275,7 +275,7 @@ def test_half_floats_are_compiled_anew_for_a_cached_graph_widens_them(
         assert len(list(tmp_path.glob("*/*.blob"))) == blobs
 
 
-def test_a_cache_that_cannot_be_written_costs_only_time(tiny_packages: Mapping[str, Path], tmp_path: Path) -> None:
+def test_an_unwritable_cache_only_costs_time(tiny_packages: Mapping[str, Path], tmp_path: Path) -> None:
     package = tiny_packages["llama"]
     (tmp_path / "file").write_text("in the way")
     engine = open_engine(package, load_manifest(package), LayerRange(1, 2), cache_dir=tmp_path / "file" / "cache")

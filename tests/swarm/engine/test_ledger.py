@@ -1,4 +1,4 @@
-"""The ledger against a cache that is a plain list."""
+"""The ledger compared with a cache that is a plain list."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ROOM = 400
 
 
 class NaiveCache:
-    """What a model's cache does: it appends, and it keeps the slots that it is told to keep."""
+    """Behaves like a model's cache: it appends slots, and compacts to the slots `keep`."""
 
     def __init__(self) -> None:
         self.slots: list[int] = []
 
     def run(self, plan: Plan, tokens: list[int]) -> list[int]:
-        """The tokens that the step's last token sees."""
+        """The tokens that the step's last token attends to."""
         if plan.keep is not None:
             self.slots = [self.slots[slot] for slot in plan.keep]
         self.slots += tokens
@@ -32,13 +32,13 @@ class NaiveCache:
 
 @st.composite
 def walks(draw: st.DrawFn) -> list[tuple[float, int]]:
-    """Steps as (how far back, between 0 for the end and 1 for the start; how many tokens)."""
+    """Steps as (size of the rewind, from 0 for none to 1 for the whole text; number of tokens)."""
     back = st.one_of(st.just(0.0), st.floats(0, 0.1), st.floats(0, 1))
     return draw(st.lists(st.tuples(back, st.integers(1, 40)), max_size=40))
 
 
 @given(walks(), st.none() | st.integers(1, 60))
-def test_every_token_sees_the_known_tokens_before_it_and_no_other(
+def test_every_token_attends_to_the_known_tokens_before_it_and_no_other(
     walk: list[tuple[float, int]], window: int | None
 ) -> None:
     ledger, cache = Ledger(ROOM, window=window), NaiveCache()
@@ -58,7 +58,7 @@ def test_every_token_sees_the_known_tokens_before_it_and_no_other(
         assert ledger.length == len(known)
         assert ledger.slots == len(cache.slots) <= ROOM
         if window is not None and ledger.slots > window:
-            assert ledger.dead == 0, "a window would count the dead"
+            assert ledger.dead == 0, "the window counts dead slots"
 
 
 @given(walks())
@@ -69,12 +69,12 @@ def test_a_plan_that_is_not_committed_changes_nothing(walk: list[tuple[float, in
         if start + n > ROOM:
             continue
         ledger.plan(0, ROOM)
-        first, again = ledger.plan(start, n), ledger.plan(start, n)
-        assert first.attention_mask.tolist() == again.attention_mask.tolist()
-        assert (first.keep is None) == (again.keep is None)
-        if first.keep is not None and again.keep is not None:
-            assert first.keep.tolist() == again.keep.tolist()
-        ledger.commit(again)
+        first, second = ledger.plan(start, n), ledger.plan(start, n)
+        assert first.attention_mask.tolist() == second.attention_mask.tolist()
+        assert (first.keep is None) == (second.keep is None)
+        if first.keep is not None and second.keep is not None:
+            assert first.keep.tolist() == second.keep.tolist()
+        ledger.commit(second)
 
 
 def feed(ledger: Ledger, start: int, n: int) -> Plan:
@@ -112,7 +112,7 @@ def test_a_full_cache_is_compacted_rather_than_refused() -> None:
     assert (ledger.length, ledger.slots) == (20, 20)
 
 
-def test_a_return_to_the_start_drops_the_whole_cache() -> None:
+def test_a_rewind_to_the_start_drops_the_whole_cache() -> None:
     ledger = Ledger(20)
     feed(ledger, 0, 10)
     plan = feed(ledger, 0, 3)
@@ -121,7 +121,7 @@ def test_a_return_to_the_start_drops_the_whole_cache() -> None:
     assert ledger.slots == 3
 
 
-def test_within_the_window_a_rewind_is_a_mask_and_beyond_it_a_trim() -> None:
+def test_within_the_window_a_rewind_is_a_mask_and_beyond_it_a_compaction() -> None:
     ledger = Ledger(100, window=8)
     feed(ledger, 0, 5)
     assert feed(ledger, 4, 2).keep is None
@@ -138,7 +138,7 @@ def test_a_step_that_leaves_a_gap_or_is_empty_is_refused_by_name(start: int, n: 
         ledger.plan(start, n)
 
 
-def test_a_step_beyond_the_session_says_where_it_would_end() -> None:
+def test_the_error_of_a_step_beyond_the_session_names_its_end() -> None:
     ledger = Ledger(20)
     with pytest.raises(ContextExceeded, match="end at 21"):
         ledger.plan(0, 21)

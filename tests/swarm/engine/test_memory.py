@@ -7,7 +7,7 @@ import pytest
 
 from swarm.process.child_process import module_environment
 
-# glibc itself tells how many heaps there are when a thread has asked for memory.
+# glibc reports its number of heaps after a thread has allocated memory.
 HEAPS = """
 import ctypes, threading
 from swarm.engine.memory import one_heap
@@ -21,7 +21,7 @@ libc.fflush(None)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heaps")
 @pytest.mark.parametrize(("before", "heaps"), [("one_heap()", 1), ("", 2)])
-def test_threads_share_one_heap_where_they_are_asked_to(before: str, heaps: int) -> None:
+def test_threads_share_one_heap_after_the_call(before: str, heaps: int) -> None:
     code = HEAPS.format(before=before)
     done = subprocess.run(
         [sys.executable, "-c", code], env=module_environment(), capture_output=True, text=True, timeout=60

@@ -1,4 +1,4 @@
-"""Sessions of one engine: apart from each other, rewound, refused, failed. Tiny models throughout."""
+"""Sessions of one engine: isolation, rewinds, refused steps, failures. Tiny models throughout."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_compaction_changes_no_result(llama: StatefulEngine, monkeypatch: pytest
     llama.close("s")
 
 
-def test_sessions_in_one_call_never_see_each_other(llama: StatefulEngine) -> None:
+def test_sessions_in_one_call_do_not_affect_each_other(llama: StatefulEngine) -> None:
     alone = {name: fresh(llama, IDS[first : first + 20]) for name, first in (("a", 0), ("b", 50), ("c", 90))}
     for name in alone:
         llama.open(name, 20)
@@ -107,7 +107,7 @@ def test_sessions_in_one_call_never_see_each_other(llama: StatefulEngine) -> Non
         llama.close(name)
 
 
-def test_a_closed_session_leaves_nothing_to_the_next(llama: StatefulEngine) -> None:
+def test_a_reused_request_has_no_state_of_the_closed_session(llama: StatefulEngine) -> None:
     expected = fresh(llama, IDS[:10])
     llama.open("old", 100)
     feed(llama, "old", 0, IDS[100:180])
@@ -116,7 +116,7 @@ def test_a_closed_session_leaves_nothing_to_the_next(llama: StatefulEngine) -> N
     assert np.array_equal(fresh(llama, IDS[:10]), expected)
 
 
-def test_results_are_the_callers_to_keep(llama: StatefulEngine) -> None:
+def test_results_are_copies(llama: StatefulEngine) -> None:
     llama.open("s", 20)
     first = feed(llama, "s", 0, IDS[:5])
     kept = first.copy()
@@ -152,7 +152,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_wrong_step_is_refused_and_its_session_stays(name: str, llama: StatefulEngine) -> None:
+def test_an_invalid_step_is_refused_and_its_session_stays(name: str, llama: StatefulEngine) -> None:
     change, words = BAD[name]
     llama.open("s", 20)
     expected = feed(llama, "s", 0, IDS[:7])[5:]
@@ -194,7 +194,7 @@ def test_rows_of_logits_are_refused_where_there_is_no_head(middle: StatefulEngin
     middle.close("s")
 
 
-def test_a_text_that_is_too_long_is_refused_and_kept(llama: StatefulEngine) -> None:
+def test_a_text_that_is_too_long_is_refused_and_its_session_stays(llama: StatefulEngine) -> None:
     llama.open("s", 10)
     feed(llama, "s", 0, IDS[:8])
     with pytest.raises(ContextExceeded, match="10"):
@@ -205,11 +205,11 @@ def test_a_text_that_is_too_long_is_refused_and_kept(llama: StatefulEngine) -> N
         llama.open("longer", 257)
 
 
-def test_a_wrong_step_does_not_disturb_the_others_in_its_call(llama: StatefulEngine) -> None:
+def test_an_invalid_step_does_not_affect_the_others_in_its_call(llama: StatefulEngine) -> None:
     expected = fresh(llama, IDS[:5])
     llama.open("good", 20)
     good = Step(session="good", start=0, tokens=IDS[:5], rows=5)
-    results = llama.forward([Step(session="nobody", start=0, tokens=IDS[:5]), good, good])
+    results = llama.forward([Step(session="unknown", start=0, tokens=IDS[:5]), good, good])
     assert isinstance(results[0], UnknownSession)
     assert np.array_equal(np.asarray(results[1]), expected)
     assert isinstance(results[2], BadStep)
@@ -217,8 +217,8 @@ def test_a_wrong_step_does_not_disturb_the_others_in_its_call(llama: StatefulEng
 
 
 def test_unknown_and_double_sessions_are_errors(llama: StatefulEngine) -> None:
-    with pytest.raises(UnknownSession, match="nobody"):
-        llama.length("nobody")
+    with pytest.raises(UnknownSession, match="unknown"):
+        llama.length("unknown")
     llama.open("twice", 5)
     with pytest.raises(EngineError, match="twice"):
         llama.open("twice", 5)
@@ -226,7 +226,7 @@ def test_unknown_and_double_sessions_are_errors(llama: StatefulEngine) -> None:
 
 
 class BrokenRequest:
-    """An InferRequest whose device is gone."""
+    """An InferRequest whose device is lost."""
 
     def __init__(self, request: Any) -> None:
         self._request = request
@@ -238,7 +238,7 @@ class BrokenRequest:
         raise RuntimeError("device lost")
 
 
-def test_a_failed_inference_closes_its_session_and_says_so(llama: StatefulEngine) -> None:
+def test_a_failed_inference_closes_its_session_and_reports_it(llama: StatefulEngine) -> None:
     for name in ("good", "bad"):
         llama.open(name, 20)
     llama._sessions["bad"].request = BrokenRequest(llama._sessions["bad"].request)

@@ -1,4 +1,4 @@
-"""The pool and its tables against what they promise: no block lost, none shared unless counted, names never lie."""
+"""Invariants of the pool and its tables: no block is lost, sharing is counted, equal names mean equal prefixes."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Blocks(RuleBasedStateMachine):
     def open(self, text: list[int], shares: bool) -> None:
         if len(self.tables) == 4:
             return
-        table, held = BlockTable(self.pool, max_tokens=ROOM), 0
+        table, shared = BlockTable(self.pool, max_tokens=ROOM), 0
         if shares:
             ids = table.adopt(FIRST, names_of(np.array(text, np.int32), first=FIRST, size=SIZE))
-            held = len(ids)
-            assert ids.tolist() == text[:held]
-        assert held <= len(text)
+            shared = len(ids)
+            assert ids.tolist() == text[:shared]
+        assert shared <= len(text)
         self.tables.append(table)
-        self.texts.append(text[:held])
+        self.texts.append(text[:shared])
 
     @rule(which=st.integers(0, 3), back=st.integers(0, 9), ids=st.lists(st.integers(0, 1), min_size=1, max_size=9))
     def step(self, which: int, back: int, ids: list[int]) -> None:
@@ -64,7 +64,7 @@ class Blocks(RuleBasedStateMachine):
             self.memory[copy[1]] = list(self.memory[copy[0]])
         known = text[:start] + ids
         for position in range(start, len(known)):
-            # what a cache holds depends on every token before it
+            # The content of a cache depends on all tokens before it.
             self.memory[table.blocks[position // SIZE]][position % SIZE] = tuple(known[: position + 1])
         table.commit(np.array(ids, np.int32))
         self.texts[which] = known
@@ -78,7 +78,7 @@ class Blocks(RuleBasedStateMachine):
     @rule()
     def forget(self) -> None:
         self.pool.forget()
-        assert self.pool.kept == 0
+        assert self.pool.cached == 0
 
     @invariant()
     def every_session_reads_what_it_wrote(self) -> None:
@@ -89,10 +89,10 @@ class Blocks(RuleBasedStateMachine):
                 assert self.memory[block][position % SIZE] == tuple(text[: position + 1])
 
     @invariant()
-    def no_block_is_lost_or_in_two_places_uncounted(self) -> None:
+    def reference_counts_are_right_and_no_block_is_lost(self) -> None:
         held = Counter(block for table in self.tables for block in table.blocks)
         for block in range(COUNT):
-            assert self.pool.holders(block) == held[block]
+            assert self.pool.ref_count(block) == held[block]
         assert self.pool.used == len(held)
         assert self.pool.used + self.pool.free == COUNT
         for table in self.tables:
@@ -124,21 +124,21 @@ def put(table: BlockTable, start: int, *ids: int) -> None:
     table.commit(np.array(ids, np.int32))
 
 
-def test_what_was_let_go_of_first_makes_room_first_and_the_beginning_of_a_text_last() -> None:
+def test_blocks_are_reused_in_the_order_of_release_and_the_beginning_of_a_text_last() -> None:
     pool = BlockPool(4, SIZE)
     old, new = sharing(pool), sharing(pool)
     put(old, 0, *range(8))
     put(new, 0, *range(50, 58))
     old.clear()
     new.clear()
-    assert (pool.kept, pool.free) == (4, 4)
+    assert (pool.cached, pool.free) == (4, 4)
     put(BlockTable(pool, max_tokens=16), 0, 1)
     assert sharing(pool, *range(8)).length == 4
     assert sharing(pool, *range(50, 58)).length == 8
 
 
 @given(st.binary(max_size=9), st.binary(max_size=9))
-def test_chains_of_other_beginnings_have_no_name_in_common(one: bytes, other: bytes) -> None:
+def test_chains_with_different_starts_have_no_name_in_common(one: bytes, other: bytes) -> None:
     ids = np.arange(12, dtype=np.int32)
     names = [names_of(ids, first=first_name("model", salt), size=SIZE) for salt in (one, other)]
     assert [len(each) for each in names] == [3, 3]
@@ -156,10 +156,10 @@ def test_wrong_steps_and_sizes_are_named() -> None:
         BlockPool(0, SIZE)
 
 
-def test_no_more_is_kept_than_is_wanted() -> None:
-    pool = BlockPool(8, SIZE, max_kept=2)
+def test_the_number_of_cached_blocks_is_limited() -> None:
+    pool = BlockPool(8, SIZE, max_cached=2)
     table = sharing(pool)
     put(table, 0, *range(16))
     table.clear()
-    assert (pool.kept, pool.free) == (2, 8)
+    assert (pool.cached, pool.free) == (2, 8)
     assert sharing(pool, *range(16)).length == 8

@@ -16,7 +16,7 @@ from swarm.engine.choice import engines_to_try, open_chosen_engine
 from swarm.engine.compose import compose, open_engine
 from swarm.engine.paged.blocks import first_name, names_of, pack_names
 from swarm.engine.paged.engine import PagedEngine, open_paged_engine
-from swarm.engine.paged.graph import page
+from swarm.engine.paged.graph import to_paged
 from swarm.engine.paged.store import KvStore
 from swarm.engine.stateful import StatefulEngine
 from swarm.errors import BadStep, ConfigError, ContextExceeded, EngineError, PeerBusy, SwarmError, UnknownSession
@@ -40,7 +40,7 @@ def run(engine: PagedEngine | StatefulEngine, step: Step) -> NDArray[np.float32]
 
 
 def alone(engine: StatefulEngine, ids: Ids) -> NDArray[np.float32]:
-    """The unshared, unpaged truth: all logits of a text."""
+    """The reference: all logits of a text, by the stateful engine."""
     engine.open("alone", len(ids))
     try:
         return run(engine, Step(session="alone", start=0, tokens=ids, rows=len(ids)))
@@ -54,13 +54,13 @@ def begin(engine: PagedEngine, session: str, first: bytes, names: list[bytes]) -
     return len(engine.store.tables.adopt(session, packed, tag=b"0:4"))
 
 
-def test_nothing_is_cached_as_long_as_the_plugin_cannot_read_a_paged_graph_back(
+def test_paged_graphs_are_not_cached_because_the_plugin_cannot_read_them_back(
     tiny_packages: Mapping[str, Path], tmp_path: Path
 ) -> None:
-    """When this fails, a newer OpenVINO can: then `open_paged_engine` may have a cache, and starts get quicker."""
+    """Fails once OpenVINO can: `open_paged_engine` should then use the cache."""
     package, span = tiny_packages["llama"], LayerRange(1, 2)
     manifest = load_manifest(package)
-    model = page(compose(package, manifest, span, rows_axis=0), manifest.hidden_size)
+    model = to_paged(compose(package, manifest, span, rows_axis=0), manifest.hidden_size)
     blob = ov.Core().compile_model(model, "CPU", {}).export_model()
     with pytest.raises(RuntimeError, match="k_head_size"):
         ov.Core().import_model(blob, "CPU", {})
@@ -74,10 +74,10 @@ def llama(tiny_packages: Mapping[str, Path]) -> PagedEngine:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sessions_that_come_go_and_rewind_in_one_batch_equal_each_alone(
+def test_sessions_that_open_close_and_rewind_in_one_batch_equal_each_alone(
     family: str, tiny_packages: Mapping[str, Path]
 ) -> None:
-    """Prefill chunks, decodes and rewinds mixed, far beyond the sliding window (8) and over block borders (32)."""
+    """Prefill chunks, decodes and rewinds mixed, far beyond the sliding window (8) and across block borders (32)."""
     package, random = tiny_packages[family], np.random.default_rng(7)
     engine, reference = paged(package), open_engine(package, load_manifest(package), LayerRange(0, 4))
     known: dict[str, Ids] = {}
@@ -86,9 +86,9 @@ def test_sessions_that_come_go_and_rewind_in_one_batch_equal_each_alone(
             known[f"s{turn}"] = IDS[:0]
             engine.open(f"s{turn}", 150)
         if turn % 5 == 4:
-            gone = sorted(known)[int(random.integers(len(known)))]
-            del known[gone]
-            engine.close(gone)
+            closed = sorted(known)[int(random.integers(len(known)))]
+            del known[closed]
+            engine.close(closed)
         steps = []
         for name, ids in known.items():
             start = len(ids) - int(random.integers(0, 1 + min(len(ids), 9)))
@@ -127,7 +127,7 @@ def test_spans_in_a_row_equal_the_whole(tiny_packages: Mapping[str, Path]) -> No
             np.testing.assert_allclose(hidden[name], expected, atol=3e-5)
 
 
-def test_an_engine_over_a_part_of_the_span_draws_on_the_same_blocks(tiny_packages: Mapping[str, Path]) -> None:
+def test_an_engine_over_a_part_of_the_span_shares_the_blocks(tiny_packages: Mapping[str, Path]) -> None:
     package = tiny_packages["llama"]
     whole = paged(package, tokens=128)
     part = paged(package, "1:4", store=whole.store)
@@ -147,14 +147,14 @@ def test_an_engine_over_a_part_of_the_span_draws_on_the_same_blocks(tiny_package
     run(whole, Step(session="w", start=60, tokens=IDS[60:70]))
 
 
-def test_a_kept_prefix_gives_the_numbers_of_a_fresh_one(llama: PagedEngine) -> None:
+def test_a_cached_prefix_gives_the_same_numbers_as_a_computed_one(llama: PagedEngine) -> None:
     first = first_name("model", "f32")
     names = names_of(IDS[:100], first=first)
     assert begin(llama, "one", first, names) == 0
     expected = run(llama, Step(session="one", start=0, tokens=IDS[:100], rows=4))
     llama.close("one")
     assert begin(llama, "two", first, names) == begin(llama, "three", first, names) == 96
-    # one goes on where it was, the other writes into a block that both hold
+    # One session appends, the other writes into a block that both hold.
     steps = [
         Step(session="two", start=96, tokens=IDS[96:100], rows=4),
         Step(session="three", start=90, tokens=IDS[90:100], rows=4),
@@ -168,7 +168,7 @@ def test_a_kept_prefix_gives_the_numbers_of_a_fresh_one(llama: PagedEngine) -> N
     llama.store.pool.forget()
 
 
-def test_only_the_rows_that_are_wanted_come_out(llama: PagedEngine) -> None:
+def test_only_the_requested_rows_are_returned(llama: PagedEngine) -> None:
     for name in "abc":
         llama.open(name, 20)
     steps = [
@@ -184,13 +184,13 @@ def test_only_the_rows_that_are_wanted_come_out(llama: PagedEngine) -> None:
         llama.close(name)
 
 
-def test_a_wrong_step_does_not_disturb_the_others_in_its_call(llama: PagedEngine) -> None:
+def test_an_invalid_step_does_not_affect_the_others_in_its_call(llama: PagedEngine) -> None:
     for name in ("good", "gap", "long", "word"):
         llama.open(name, 20)
     good = Step(session="good", start=0, tokens=IDS[:5], rows=5)
     results = llama.forward(
         [
-            Step(session="nobody", start=0, tokens=IDS[:5]),
+            Step(session="unknown", start=0, tokens=IDS[:5]),
             Step(session="gap", start=3, tokens=IDS[:5]),
             good,
             good,
@@ -238,7 +238,7 @@ def test_a_failed_inference_closes_the_sessions_of_its_call(
     assert llama.store.pool.used == 0
 
 
-def test_numbers_that_are_not_finite_end_the_session_that_they_are_of_alone(
+def test_numbers_that_are_not_finite_close_only_their_session(
     llama: PagedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = llama._output
@@ -268,7 +268,7 @@ def test_numbers_that_are_not_finite_end_the_session_that_they_are_of_alone(
     assert llama.store.pool.used == 0
 
 
-def test_paged_is_what_the_cpu_gets() -> None:
+def test_auto_chooses_the_paged_engine_on_the_cpu() -> None:
     assert engines_to_try("auto", "CPU") == ("paged", "stateful")
     assert engines_to_try("auto", "GPU.0") == engines_to_try("stateful", "CPU") == ("stateful",)
     with pytest.raises(ConfigError, match=r"GPU\.1 use --engine auto"):

@@ -1,4 +1,4 @@
-"""What goes to disk comes back as it was, or not at all."""
+"""Spilled caches are restored unchanged, or not at all."""
 
 from __future__ import annotations
 
@@ -27,50 +27,50 @@ def empty() -> list[np.ndarray]:
 SIZE = sum(part.nbytes for part in parts(0))
 
 
-def test_what_was_put_is_taken_once(tmp_path: Path) -> None:
+def test_a_saved_cache_is_loaded_once(tmp_path: Path) -> None:
     spill = Spill(tmp_path, max_bytes=1000)
-    assert spill.put("../a/session", parts(1))
-    back = empty()
-    spill.take("../a/session", back)
-    assert all(map(np.array_equal, back, parts(1)))
+    assert spill.save("../a/session", parts(1))
+    loaded = empty()
+    spill.load("../a/session", loaded)
+    assert all(map(np.array_equal, loaded, parts(1)))
     assert spill.used_bytes == 0
     with pytest.raises(DamagedFile):
-        spill.take("../a/session", back)
+        spill.load("../a/session", loaded)
 
 
-def test_what_came_first_makes_room_and_what_is_too_large_is_refused(tmp_path: Path) -> None:
+def test_the_oldest_cache_is_dropped_first_and_one_that_is_too_large_is_refused(tmp_path: Path) -> None:
     spill = Spill(tmp_path, max_bytes=2 * SIZE)
     for seed in range(3):
-        assert spill.put(str(seed), parts(seed))
+        assert spill.save(str(seed), parts(seed))
     assert spill.used_bytes == 2 * SIZE
     with pytest.raises(DamagedFile):
-        spill.take("0", empty())
-    spill.take("1", empty())
-    assert not spill.put("large", parts(0) * 3)
+        spill.load("0", empty())
+    spill.load("1", empty())
+    assert not spill.save("large", parts(0) * 3)
 
 
 def test_a_damaged_file_is_noticed(tmp_path: Path) -> None:
     spill = Spill(tmp_path, max_bytes=1000)
     for name, end in (("flipped", bytes([parts(1)[1][-1] ^ 1])), ("short", b"")):
-        spill.put(name, parts(1))
+        spill.save(name, parts(1))
         (path,) = (path for path in tmp_path.glob("*/*") if path.name != "lock")
         path.write_bytes(path.read_bytes()[:-1] + end)
         with pytest.raises(DamagedFile):
-            spill.take(name, empty())
+            spill.load(name, empty())
 
 
-def test_folders_of_the_dead_are_removed_and_of_the_living_left(tmp_path: Path) -> None:
+def test_folders_of_dead_processes_are_removed_and_of_running_ones_left(tmp_path: Path) -> None:
     alive = Spill(tmp_path, max_bytes=1000)
-    alive.put("a", parts(1))
+    alive.save("a", parts(1))
     dead = tmp_path / "aipc-swarm-kv-dead"
     dead.mkdir()
-    (dead / "something").write_text("of somebody's text")
+    (dead / "something").write_text("a cache")
     Spill(tmp_path, max_bytes=1000)
     assert not dead.exists()
-    alive.take("a", empty())
+    alive.load("a", empty())
 
 
-def test_a_look_at_who_lives_leaves_no_file_open(tmp_path: Path) -> None:
+def test_looking_for_stale_folders_leaves_no_file_open(tmp_path: Path) -> None:
     living = Spill(tmp_path, max_bytes=1000)
     before = psutil.Process().num_fds()
     other = Spill(tmp_path, max_bytes=1000)
@@ -78,7 +78,7 @@ def test_a_look_at_who_lives_leaves_no_file_open(tmp_path: Path) -> None:
     del living, other
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--kv-spill"):
         Spill(tmp_path / "file", max_bytes=1)
@@ -92,20 +92,20 @@ class Memory:
         self._spill = spill
 
     def save(self, session: str, blocks: list[int]) -> bool:
-        return self._spill.put(session, [self.rows[block] for block in blocks])
+        return self._spill.save(session, [self.rows[block] for block in blocks])
 
     def load(self, session: str, blocks: list[int]) -> None:
-        self._spill.take(session, [self.rows[block] for block in blocks])
+        self._spill.load(session, [self.rows[block] for block in blocks])
 
     def drop(self, session: str) -> None:
         self._spill.drop(session)
 
 
-def test_an_evicted_session_comes_back_with_its_next_step_or_begins_again(tmp_path: Path) -> None:
+def test_an_evicted_session_is_restored_before_its_next_step_or_must_start_again(tmp_path: Path) -> None:
     pool = BlockPool(4, 4)
     tables, spill = BlockTables(pool), Spill(tmp_path, max_bytes=10_000)
     memory = Memory(pool, spill)
-    tables.disk = memory  # type: ignore[assignment]  # lists where it says sequences
+    tables.disk = memory  # type: ignore[assignment]  # `Disk` takes sequences
     for name in ("one", "other"):
         tables.open(name, 16)
     one = tables.check("one", 0, 6)

@@ -1,4 +1,4 @@
-"""The engine over static graphs against the stateful one, and beyond its context against a graph with a plain mask."""
+"""The static engine compared with the stateful one, and beyond its context with a graph with an explicit mask."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def session(llama: StaticEngine) -> Iterator[str]:
 def test_within_its_context_it_equals_the_stateful_engine(
     family: str, tiny_static_packages: Mapping[str, Path]
 ) -> None:
-    """Mistral slides at 8 tokens, gpt-oss in every other layer: what lies where in a ring must not matter."""
+    """Mistral has a window of 8 tokens, gpt-oss in every other layer: the order of slots in a ring must not matter."""
     package = tiny_static_packages[family]
     one, other = static_of(package), open_engine(package, load_manifest(package), LayerRange(0, 4))
     random = np.random.default_rng(5)
@@ -86,7 +86,7 @@ def test_a_span_in_the_middle_takes_and_gives_hidden_states(tiny_static_packages
 
 
 def masked_logits(ir: Path, ids: Ids, windows: Sequence[int | None]) -> Floats:
-    """The unsplit graph over all of `ids` at once, its layers' masks written out: sinks and the last ones, no ring."""
+    """The unsplit graph over all of `ids` at once, with explicit masks: sinks and the last positions, no ring."""
     model = ov.Core().read_model(ir)
     n, reach = len(ids), CONTEXT - 4
     attentions = [node for node in model.get_ordered_ops() if node.get_type_name() == "ScaledDotProductAttention"]
@@ -114,7 +114,7 @@ def masked_logits(ir: Path, ids: Ids, windows: Sequence[int | None]) -> Floats:
 def test_beyond_its_context_it_attends_to_the_sinks_and_the_last_tokens(
     family: str, tiny_irs: Mapping[str, Path], tiny_static_packages: Mapping[str, Path]
 ) -> None:
-    """At the true positions, and however many tokens come at once."""
+    """With the original positions, for any number of tokens per step."""
     package = tiny_static_packages[family]
     windows = [layer.window for layer in load_manifest(package).layers]
     expected = masked_logits(tiny_irs[family] / "openvino_model.xml", IDS[:150], windows)
@@ -126,7 +126,7 @@ def test_beyond_its_context_it_attends_to_the_sinks_and_the_last_tokens(
         engine.close("s")
 
 
-def test_a_text_that_has_slid_rewinds_a_little_and_says_so_where_it_cannot(
+def test_a_text_beyond_the_context_can_rewind_a_few_tokens_and_else_is_refused(
     llama: StaticEngine, session: str, tiny_irs: Mapping[str, Path]
 ) -> None:
     other = np.concatenate([IDS[:95], IDS[150:160]])
@@ -142,7 +142,7 @@ def test_a_text_that_has_slid_rewinds_a_little_and_says_so_where_it_cannot(
     assert np.array_equal(first, feed(llama, session, 0, IDS[:20]))
 
 
-def test_a_prompt_that_does_not_fit_is_refused_before_any_of_it_is_run(llama: StaticEngine, session: str) -> None:
+def test_a_prompt_that_does_not_fit_is_refused_before_it_runs(llama: StaticEngine, session: str) -> None:
     expected = feed(llama, session, 0, IDS[: CHUNK + 3])[CHUNK:]
     feed(llama, session, 0, IDS[:CHUNK])
     with pytest.raises(ContextExceeded, match=f"{CONTEXT + 1} tokens at once are more than the {CONTEXT}"):
@@ -151,7 +151,7 @@ def test_a_prompt_that_does_not_fit_is_refused_before_any_of_it_is_run(llama: St
     np.testing.assert_allclose(feed(llama, session, CHUNK, IDS[CHUNK : CHUNK + 3]), expected, atol=2e-5)
 
 
-def test_sessions_in_one_call_never_see_each_other(llama: StaticEngine) -> None:
+def test_sessions_in_one_call_do_not_affect_each_other(llama: StaticEngine) -> None:
     firsts = {"a": 0, "b": 50, "c": 90}
     alone = {}
     for name, first in firsts.items():
@@ -170,7 +170,7 @@ def test_sessions_in_one_call_never_see_each_other(llama: StaticEngine) -> None:
         llama.close(name)
 
 
-def test_results_are_the_callers_to_keep_and_rows_are_those_asked_for(llama: StaticEngine, session: str) -> None:
+def test_results_are_copies_and_have_the_requested_rows(llama: StaticEngine, session: str) -> None:
     whole = feed(llama, session, 0, IDS[:30])
     kept = whole.copy()
     for rows in (0, 1, MAX_ROWS, MAX_ROWS + 3, 30):
@@ -180,12 +180,12 @@ def test_results_are_the_callers_to_keep_and_rows_are_those_asked_for(llama: Sta
     assert np.array_equal(whole, kept)
 
 
-def test_wrong_steps_are_refused_and_do_not_disturb_the_others_in_their_call(llama: StaticEngine, session: str) -> None:
+def test_invalid_steps_are_refused_and_do_not_affect_the_others(llama: StaticEngine, session: str) -> None:
     good = Step(session=session, start=0, tokens=IDS[:5], rows=5)
     expected = run(llama, good)
     results = llama.forward(
         [
-            Step(session="nobody", start=0, tokens=IDS[:5]),
+            Step(session="unknown", start=0, tokens=IDS[:5]),
             Step(session=session, start=0, tokens=IDS[:5], rows=5),
             good,
         ]
@@ -205,7 +205,7 @@ def test_wrong_steps_are_refused_and_do_not_disturb_the_others_in_their_call(lla
 
 
 class BrokenRequest:
-    """An InferRequest whose device is gone."""
+    """An InferRequest whose device is lost."""
 
     def __init__(self, request: Any) -> None:
         self._request = request
@@ -217,7 +217,7 @@ class BrokenRequest:
         raise RuntimeError("device lost")
 
 
-def test_a_failed_inference_closes_its_session_and_says_so(
+def test_a_failed_inference_closes_its_session_and_reports_it(
     llama: StaticEngine, session: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(llama._prefill, "_request", BrokenRequest(llama._prefill._request))
@@ -252,7 +252,7 @@ def test_graphs_of_another_size_than_the_manifest_says_are_refused(
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "layer_002.decode.xml").unlink()
     (tmp_path / "layer_002.decode.xml").symlink_to(given / "layer_002.prefill.xml")
-    with pytest.raises(PackageError, match=r"layer_002 reads .*\[1,8,64\], and it is \[1,1,64\]"):
+    with pytest.raises(PackageError, match=r"layer_002 reads .*\[1,8,64\], but it is \[1,1,64\]"):
         compose_static(tmp_path, load_manifest(given), LayerRange(1, 4), DECODE)
 
 
@@ -261,10 +261,8 @@ def test_a_package_without_static_graphs_is_refused(tiny_packages: Mapping[str, 
         static_of(tiny_packages["llama"])
 
 
-def test_a_real_model_that_slides_goes_on_knowing_the_language(
-    smollm2_static_package: Path, smollm2_tokenizer: Any
-) -> None:
-    """Where the first tokens are dropped with the others, no word that follows is foreseen any more."""
+def test_a_real_model_predicts_a_text_beyond_its_context(smollm2_static_package: Path, smollm2_tokenizer: Any) -> None:
+    """Without the first tokens as sinks, a model predicts no word of the text any more."""
     context = SMOLLM2_STATIC[0]
     text = " ".join(
         line.strip("#|`- ") for line in (Path(__file__).parents[4] / "CONTRIBUTING.md").read_text().splitlines()
