@@ -154,9 +154,10 @@ class ClientConfig(_ChecksNames):
 
     Failures: a step is overdue after `step_floor_s` plus `step_factor` times its expected time. Then a hop that does
     not answer a ping within `ping_timeout_s` is at fault at once, and one that answers but computes nothing after
-    another `stall_s`. It is left out for `ban_s`, doubled with each failure up to `ban_limit_s`. `repair_timeout_s` and
-    `max_repairs` bound the repairs of one step. If no peer serves a layer, the client waits `wait_for_peers_s` and
-    looks every `look_again_s`.
+    another `stall_s`. One that computes for other sessions only has `slow_s`, and no failure counts against it. A peer
+    at fault is left out for `ban_s`, doubled with each failure up to `ban_limit_s`, and less if no other peer serves
+    its layers and it answers a ping. `repair_timeout_s` and `max_repairs` bound the repairs of one step. If no peer
+    serves a layer, the client waits `wait_for_peers_s` and looks every `look_again_s`.
 
     Routes: records are looked up before each route; after `look_up_timeout_s` those of the last look-up are used. A
     measured link counts for `links_age_s`.
@@ -187,6 +188,7 @@ class ClientConfig(_ChecksNames):
     step_floor_s: float = 4.0
     step_factor: float = 8.0
     stall_s: float = 15.0
+    slow_s: float = 60.0
     wait_for_peers_s: float = 10.0
     repair_timeout_s: float = 60.0
     max_repairs: int = 12

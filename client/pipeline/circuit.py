@@ -27,11 +27,13 @@ import numpy as np
 from client.config import ClientConfig
 from client.pipeline.connections import ConnectionPool
 from client.pipeline.deadlines import StepTimes
+from client.pipeline.diagnosis import Cause, Diagnosis, Finding
 from client.pipeline.hop import Hop, close_all
 from swarm.engine.steps import all_finite
 from swarm.errors import (
     BadStep,
     LocalProtocolError,
+    PeerBusy,
     PeerFailed,
     PeerStalled,
     PeerUnreachable,
@@ -119,7 +121,7 @@ class Circuit:
         self._pending: dict[int, _PendingStep] = {}
         self._answers: deque[Answer] = deque()
         self._wake = asyncio.Event()
-        self._last_progress_at = clock()
+        self.opened_at = self._last_progress_at = clock()
         self._is_established = False
 
     # -- opening
@@ -228,18 +230,17 @@ class Circuit:
         """Wait for the answer to the oldest step. Raises the error of the first fault, which diagnosis may find.
 
         Diagnosis begins when no answer came for the deadline of the oldest step: all hops are pinged, once a second,
-        until an answer comes, a hop does not answer the ping, or no hop makes progress for `stall_s`.
+        until an answer comes, a hop does not answer the ping, or `Diagnosis` finds the fault.
         """
         last_progress_at = self._last_progress_at
-        stalled_since: float | None = None
-        progress: list[tuple[int, int]] = []
+        diagnosis: Diagnosis | None = None
         while True:
             if last_progress_at != self._last_progress_at:
-                last_progress_at, stalled_since = self._last_progress_at, None
+                last_progress_at, diagnosis = self._last_progress_at, None
             oldest = next(iter(self._pending.values()), None)
             expected = self._step_times.expected(len(oldest.forward.tokens)) if oldest else 0.0
             limit = self._config.step_floor_s + self._config.step_factor * expected
-            wait = last_progress_at + limit - self._clock() if stalled_since is None else _PING_INTERVAL_S
+            wait = last_progress_at + limit - self._clock() if diagnosis is None else _PING_INTERVAL_S
             try:
                 async with asyncio.timeout(max(wait, 0.0)):
                     return await self._next_answer()
@@ -247,11 +248,10 @@ class Circuit:
                 pongs = await self._ping_all(self._config.ping_timeout_s + expected)
             if self.faults or self._answers or last_progress_at != self._last_progress_at:
                 continue
-            now = [(pong.received, pong.computed) for pong in pongs]
-            if stalled_since is None or now != progress:
-                stalled_since, progress = self._clock(), now
-            elif self._clock() - stalled_since > max(self._config.stall_s, limit):
-                self._find_stalled_hop(pongs)
+            diagnosis = diagnosis or Diagnosis(stall_s=max(self._config.stall_s, limit), slow_s=self._config.slow_s)
+            finding = diagnosis.update(pongs, relayed=self._relayed, now=self._clock())
+            if finding is not None:
+                self._on_finding(finding)
 
     async def _next_answer(self) -> Answer:
         while not self._answers:
@@ -276,19 +276,15 @@ class Circuit:
                 raise result
         return pongs
 
-    def _find_stalled_hop(self, pongs: Sequence[Pong]) -> None:
-        """All hops answer, none makes progress: at fault is the first that received a step and did not compute it."""
-        for place, (hop, pong) in enumerate(zip(self.hops, pongs, strict=True)):
-            if pong.received > pong.computed:
-                self._on_error(hop, PeerStalled(f"peer {hop.name} computes nothing any more", peer=hop.peer_id))
-                return
-            if place and not self._relayed[place] and pong.received < pongs[place - 1].sent:
-                before = self.hops[place - 1]
-                error = PeerStalled(f"what peer {before.name} sends does not reach peer {hop.name}")
-                self._add_lost_link(error, reporter=before, before=before, hop=hop)
-                return
-        last = self.hops[-1]
-        self._on_error(last, PeerStalled(f"peer {last.name} does not answer its steps", peer=last.peer_id))
+    def _on_finding(self, finding: Finding) -> None:
+        hop = self.hops[finding.place]
+        if finding.cause is Cause.LOST_LINK:
+            before = self.hops[finding.place - 1]
+            lost = PeerStalled(f"what peer {before.name} sends does not reach peer {hop.name}")
+            self._add_lost_link(lost, reporter=before, before=before, hop=hop)
+            return
+        kind = PeerBusy if finding.cause is Cause.SLOW else PeerStalled
+        self._on_error(hop, kind(f"peer {hop.name} {finding.cause.value}", peer=hop.peer_id))
 
     # -- messages of hops
 

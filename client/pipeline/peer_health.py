@@ -1,7 +1,17 @@
 """Which peers a client leaves out of routes, and for how long: a circuit breaker with growing backoff. Pure.
 
-A failure bans the peer; the ban doubles with each failure until a success. A pause is no ban: the peer said that it is
-busy or leaving, and nothing counts against it. Both belong to one process: a restarted peer starts with neither.
+::
+
+    event                                         effect
+    ────────────────────────────────────────────  ─────────────────────────────────────────────────────────────
+    failure of work begun after the last one      a ban, twice as long as the one before
+    failure of work begun before that             none: many sessions that see one incident count it once
+    pause                                         the peer said that it is busy or leaving: left out, no failure
+    trial: no other peer, and it answers a ping   the ban ends, its failures still count (half open). At once if the
+                                                  peer was silent, else `first_s` after its failure
+    success                                       ban and pause end, the next failure counts as the first
+
+All of it belongs to one process: a restarted peer starts with nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +24,16 @@ _GROWTH = 2.0
 
 @dataclass(kw_only=True)
 class _State:
-    """The peer is left out `until` (on the clock), after so many `failures` since its last success."""
+    """The peer is banned and paused until these times. `failures` since its last success, the last at `failed_at`.
 
-    until: float = 0.0
+    That one was `silent` if the peer was lost, unreachable or stalled: an answer to a ping then proves that it is back.
+    """
+
+    banned_until: float = 0.0
+    paused_until: float = 0.0
     failures: int = 0
+    failed_at: float = float("-inf")
+    silent: bool = False
 
 
 class PeerHealth:
@@ -29,26 +45,45 @@ class PeerHealth:
         self._clock = clock
         self._states: dict[tuple[str, int], _State] = {}
 
-    def record_failure(self, peer: str, incarnation: int) -> float:
-        """Ban the peer. Returns for how many seconds."""
+    def record_failure(self, peer: str, incarnation: int, *, began: float, silent: bool = False) -> None:
+        """Ban the peer for the failure of work that began at `began` (on the clock)."""
         state = self._states.setdefault((peer, incarnation), _State())
+        if began <= state.failed_at:
+            return
         # min() before the power: thousands of failures must not overflow it
         seconds = min(self._limit_s, self._first_s * _GROWTH ** min(state.failures, 30))
         state.failures += 1
-        state.until = max(state.until, self._clock() + seconds)
-        return seconds
+        state.failed_at, state.silent = self._clock(), silent
+        state.banned_until = max(state.banned_until, state.failed_at + seconds)
 
     def pause(self, peer: str, incarnation: int, seconds: float) -> None:
         """Leave the peer out for `seconds`, as it asked."""
         state = self._states.setdefault((peer, incarnation), _State())
-        state.until = max(state.until, self._clock() + seconds)
+        state.paused_until = max(state.paused_until, self._clock() + seconds)
+
+    def end_ban(self, peer: str, incarnation: int) -> None:
+        """Let the next session try the peer."""
+        if state := self._states.get((peer, incarnation)):
+            state.banned_until = 0.0
 
     def record_success(self, peer: str, incarnation: int) -> None:
         """End the peer's ban or pause. Its next failure counts as the first."""
         self._states.pop((peer, incarnation), None)
 
+    def may_be_tried(self, peer: str, incarnation: int) -> bool:
+        """Whether the peer is banned, not paused, and a ping may end the ban now."""
+        now, state = self._clock(), self._states.get((peer, incarnation))
+        if state is None or state.banned_until <= now or state.paused_until > now:
+            return False
+        return state.silent or now >= state.failed_at + self._first_s
+
     def remaining(self, processes: Iterable[tuple[str, int]]) -> dict[str, float]:
         """Of these (peer id, incarnation), the peers that are left out now, and for how many seconds more."""
         now = self._clock()
-        states = ((peer, self._states.get((peer, incarnation))) for peer, incarnation in processes)
-        return {peer: state.until - now for peer, state in states if state is not None and state.until > now}
+        left = {}
+        for peer, incarnation in processes:
+            if state := self._states.get((peer, incarnation)):
+                until = max(state.banned_until, state.paused_until)
+                if until > now:
+                    left[peer] = until - now
+        return left

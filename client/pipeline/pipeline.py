@@ -372,7 +372,7 @@ class Pipeline:
         if hop.peer_id in blamed or not isinstance(fault.error, _REPAIRABLE):
             return
         blamed.add(hop.peer_id)
-        self._planner.record_failure(hop.plan.record, fault.error)
+        self._planner.record_failure(hop.plan.record, fault.error, began=circuit.opened_at)
         if isinstance(fault.error, PeerStalled):
             # no session should wait on this connection any longer
             self._connections.run_detached(self._connections.drop(hop.peer_id))

@@ -20,6 +20,9 @@ from swarm.errors import (
     PeerBusy,
     PeerError,
     PeerLeaving,
+    PeerLost,
+    PeerStalled,
+    PeerUnreachable,
     SwarmError,
     UnknownSession,
 )
@@ -55,6 +58,7 @@ class Planner:
         self._wall = wall
         self._records: list[PeerRecord] = []
         self._lookup: asyncio.Task[list[PeerRecord]] | None = None
+        self._trial: asyncio.Task[bool] | None = None
         self._lost_links: dict[tuple[str, str], float] = {}  # (sender, receiver): relayed until
 
     async def plan(self, kv_tokens: int, before: Plan | None = None, *, prompt_tokens: int = 0) -> Plan:
@@ -66,6 +70,9 @@ class Planner:
         try:
             return await self._plan(kv_tokens, before, prompt_tokens)
         except NotCovered:
+            with contextlib.suppress(NotCovered):
+                if await self._try_banned_peers():
+                    return await self._plan(kv_tokens, before, prompt_tokens)
             with contextlib.suppress(NotCovered):
                 plan = await self._plan(kv_tokens, before, 0)
                 narrow = [hop.record for hop in plan.route.hops if 0 < hop.record.attends_to < prompt_tokens]
@@ -93,8 +100,28 @@ class Planner:
             return choose_route(records, request, links=links, now=self._wall(), banned=banned, explain=False)
         return replan(before, now=self._wall(), banned=banned, records=records, links=links)
 
-    def record_failure(self, record: PeerRecord, error: SwarmError) -> None:
-        """Leave the peer out of routes: a pause if it is busy or leaving, else a ban; nothing for UnknownSession."""
+    async def _try_banned_peers(self) -> bool:
+        """No route is left without the banned peers: end the bans of those that may be tried and answer a ping.
+
+        Returns whether a ban ended. One trial serves all sessions that wait for it.
+        """
+        if self._trial is None or self._trial.done():
+            self._trial = asyncio.create_task(self._end_bans_of_reachable())
+        return await asyncio.shield(self._trial)
+
+    async def _end_bans_of_reachable(self) -> bool:
+        candidates = [r for r in self._records if self._peer_health.may_be_tried(r.peer_id, r.incarnation)]
+        links = await self._connections.measure(candidates)
+        reachable = [r for r in candidates if r.peer_id in links and links[r.peer_id].reachable]
+        for record in reachable:
+            self._peer_health.end_ban(record.peer_id, record.incarnation)
+        return bool(reachable)
+
+    def record_failure(self, record: PeerRecord, error: SwarmError, *, began: float) -> None:
+        """Leave the peer out of routes: a pause if it is busy or leaving, else a ban; nothing for UnknownSession.
+
+        `began` is when the circuit that failed was opened, on the clock.
+        """
         peer, incarnation = record.peer_id, record.incarnation
         if isinstance(error, UnknownSession):
             return
@@ -103,7 +130,8 @@ class Planner:
         elif isinstance(error, PeerLeaving):
             self.exclude(record)
         else:
-            self._peer_health.record_failure(peer, incarnation)
+            silent = isinstance(error, (PeerLost, PeerStalled, PeerUnreachable))
+            self._peer_health.record_failure(peer, incarnation, began=began, silent=silent)
 
     def exclude(self, record: PeerRecord) -> None:
         """Leave out a peer that has announced that it leaves."""
@@ -118,10 +146,11 @@ class Planner:
         self._peer_health.record_success(record.peer_id, record.incarnation)
 
     async def close(self) -> None:
-        """Cancel the look-up under way."""
-        if self._lookup is not None:
-            self._lookup.cancel()
-            await asyncio.wait([self._lookup])
+        """Cancel the look-up and the trial under way."""
+        tasks = [task for task in (self._lookup, self._trial) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _known_records(self) -> list[PeerRecord]:
         """The records of the last look-up that have not expired. Starts the next look-up."""

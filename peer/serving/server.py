@@ -228,10 +228,11 @@ class PeerServer:
         return answer
 
     def _ping(self, connection: Connection, query: Ping) -> Message:
-        received = computed = sent = 0
-        if query.session and self._service is not None:
+        received = computed = sent = rounds = 0
+        if self._service is not None:
             received, computed, sent = self._service.progress(connection, query.session)
-        return self._query_handler.ping(query, received=received, computed=computed, sent=sent)
+            rounds = self._service.rounds
+        return self._query_handler.ping(query, received=received, computed=computed, sent=sent, rounds=rounds)
 
     # -- over all connections
 

@@ -141,6 +141,11 @@ class SpanService:
         """How often a session lost its blocks to others."""
         return self._schedule.preempted if isinstance(self._schedule, BatchScheduler) else 0
 
+    @property
+    def rounds(self) -> int:
+        """Inferences of the device since the start, for all sessions."""
+        return self._worker.counters.rounds
+
     def load(self) -> Load:
         return Load(
             kv_free=self._table.max_admissible,

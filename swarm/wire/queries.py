@@ -36,7 +36,8 @@ class Ping(Message):
 @dataclass(frozen=True, kw_only=True)
 class Pong(Message):
     """`time` is Unix time in seconds. For the session of the Ping: how many steps were `received`, how many were
-    `computed` (or failed, or void), and how many results were `sent` to the next hop or the client."""
+    `computed` (or failed, or void), and how many results were `sent` to the next hop or the client. `rounds` counts the
+    inferences of the peer's device since its start, for all sessions: a slow peer's grows, a hung one's does not."""
 
     kind: ClassVar[str] = "pong"
     request: int
@@ -44,9 +45,10 @@ class Pong(Message):
     received: int = 0
     computed: int = 0
     sent: int = 0
+    rounds: int = 0
 
     def __post_init__(self) -> None:
-        self._check_naturals("request", "received", "computed", "sent")
+        self._check_naturals("request", "received", "computed", "sent", "rounds")
         self._check_numbers("time")
 
 

@@ -166,6 +166,8 @@ class ScriptedPeer:
         self.layer_time_s = 1e-6
         self.attends_to = 0
         self.is_stuck = False
+        self.computes_for_others = False
+        self.rounds = 0
         self.dead = False
         self.delay_s = 0.0
         self._running = asyncio.Event()
@@ -278,8 +280,16 @@ class ScriptedPeer:
                 session = self.sessions.get(message.session)
                 counts = (session.received, session.computed, session.sent) if session else (0, 0, 0)
                 received, computed, sent = counts
+                self.rounds += self.computes_for_others
                 stream.send(
-                    Pong(request=message.request, time=time.time(), received=received, computed=computed, sent=sent)
+                    Pong(
+                        request=message.request,
+                        time=time.time(),
+                        received=received,
+                        computed=computed,
+                        sent=sent,
+                        rounds=self.rounds,
+                    )
                 )
             case AskTopic() if self.directory is not None:
                 notices = await self.directory.collect(message.topic)

@@ -726,6 +726,55 @@ def test_a_slow_peer_is_not_taken_for_a_stalled_one(prompt: list[int]) -> None:
     run(test, config=dataclasses.replace(QUICK, step_floor_s=0.05, stall_s=5.0))
 
 
+def test_a_peer_that_computes_for_others_only_is_replaced_without_a_ban(prompt: list[int]) -> None:
+    async def test(world: World) -> None:
+        await world.three()
+        peer = world.swarm.peers["b"]
+        peer.computes_for_others = True
+        peer.on_step = at_step(5, peer.get_stuck)
+        pipeline = world.pipeline()
+        assert await world.write(pipeline, prompt, COUNT) == toy_text(prompt, COUNT)
+        assert "spare" in pipeline.describe_route()
+        assert "computes for other sessions only" in world.event_texts(Stage.REPAIRING)[0]
+        assert not world.planner._peer_health.may_be_tried(peer.peer_id, peer.incarnation)
+        await pipeline.close()
+
+    run(test, config=dataclasses.replace(QUICK, slow_s=1.5, ban_s=300.0))
+
+
+def test_without_a_spare_a_peer_that_answers_a_ping_is_used_again_at_once(prompt: list[int]) -> None:
+    """A ban with no other peer would be an outage of the client's own making."""
+
+    async def test(world: World) -> None:
+        for name, span in (("a", "0:2"), ("b", "2:4"), ("c", "4:6")):
+            await world.swarm.add(name, span)
+        peer = world.swarm.peers["b"]
+        peer.on_step = at_step(5, peer.cut)
+        pipeline = world.pipeline()
+        assert await world.write(pipeline, prompt, COUNT) == toy_text(prompt, COUNT)
+        assert len(world.event_texts(Stage.REPAIRING)) == 1
+        await pipeline.close()
+
+    run(test, config=dataclasses.replace(QUICK, ban_s=300.0, ban_limit_s=300.0))
+
+
+def test_many_sessions_that_see_one_incident_ban_the_peer_for_one(prompt: list[int]) -> None:
+    async def test(world: World) -> None:
+        await world.three()
+        peer = world.swarm.peers["b"]
+        peer.on_step = at_step(20, peer.cut)
+        pipelines = [world.pipeline() for _ in range(12)]
+        texts = await asyncio.gather(*(world.write(pipeline, prompt, COUNT) for pipeline in pipelines))
+        assert texts == [toy_text(prompt, COUNT)] * 12
+        assert len(world.event_texts(Stage.REPAIRING)) > 1
+        banned = world.planner._peer_health.remaining([(peer.peer_id, peer.incarnation)])
+        assert 0 < banned[peer.peer_id] <= 30.0
+        for pipeline in pipelines:
+            await pipeline.close()
+
+    run(test, config=dataclasses.replace(QUICK, ban_s=30.0))
+
+
 @pytest.mark.parametrize("odd", [DirectoryError, UnknownModel, EngineError])
 def test_a_peer_that_refuses_a_session_with_an_unexpected_error_is_replaced(
     prompt: list[int], odd: type[SwarmError]
