@@ -1,4 +1,4 @@
-"""Every family of docs/how-to/models.md: which are exported, and their manifests. Their texts are tested in tests/cases."""
+"""Every family of docs/how-to/models.md: whether it is exported, and its manifest. Its texts: tests/cases."""
 
 from __future__ import annotations
 
