@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self, cast
 
 from client.config import ClientConfig, GenerationConfig, check_whole_number
-from client.events import Event, OnEvent, Stage, unheard
+from client.events import Event, OnEvent, Stage, ignore_event
 from client.generation.chat import ChatSession
 from client.generation.generate import GenerationTask, Piece, generate
 from client.generation.tokenizer import Codec, Message, Tokenizer
@@ -26,7 +26,7 @@ from client.pipeline.planner import Planner
 from client.speculation.drafts import Drafts, SessionDrafts
 from swarm.discovery.download import fetch_manifest, fetch_parts
 from swarm.discovery.records import PeerRecord
-from swarm.discovery.remote_directory import PeerDirectory, find_model, find_peers, told_on_trust
+from swarm.discovery.remote_directory import PeerDirectory, find_model, find_peers, first_contact_note
 from swarm.errors import (
     ConfigError,
     LocalProtocolError,
@@ -95,7 +95,7 @@ class SwarmClient:
         self._resources = resources
         self._cleans_up_spaces = tokenizer.cleans_up_spaces  # asked once: it costs a decoding
         self._drafts = Drafts(manifest, config=config, on_event=on_event, clock=clock)
-        self._open: dict[Pipeline, _OpenSession] = {}
+        self._open_sessions: dict[Pipeline, _OpenSession] = {}
         self._numbers = itertools.count(1)
         self._closed = False
 
@@ -106,7 +106,7 @@ class SwarmClient:
         *,
         initial_peers: Sequence[str | Address] | str | Address,
         config: ClientConfig | None = None,
-        on_event: OnEvent = unheard,
+        on_event: OnEvent = ignore_event,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         rng: random.Random | None = None,
@@ -138,7 +138,7 @@ class SwarmClient:
                 records = await find_peers(directory, digest, now=wall())
                 manifest = await _fetch_tokenizer(digest, records, folder, connections, on_event)
             for address in directory.trusted:
-                on_event(Event(stage=Stage.TRUSTED, text=told_on_trust(address)))
+                on_event(Event(stage=Stage.TRUSTED, text=first_contact_note(address)))
             tokenizer = await Tokenizer.load(folder)
             planner = Planner(
                 directory,
@@ -235,7 +235,7 @@ class SwarmClient:
             RouteInUse(
                 session=session.number, hops=tuple(hops), tokens=pipeline.cached_tokens, repairs=pipeline.repairs
             )
-            for pipeline, session in self._open.items()
+            for pipeline, session in self._open_sessions.items()
             if (hops := pipeline.hops())
         ]
 
@@ -248,7 +248,7 @@ class SwarmClient:
     async def close(self) -> None:
         """End every generation and chat, and all connections. Idempotent, bounded."""
         self._closed = True
-        await asyncio.gather(*(self._close_session(pipeline) for pipeline in list(self._open)))
+        await asyncio.gather(*(self._close_session(pipeline) for pipeline in list(self._open_sessions)))
         await self._drafts.close()
         await self._resources.aclose()
 
@@ -273,11 +273,11 @@ class SwarmClient:
             on_event=self._on_event,
         )
         drafts = SessionDrafts(self._drafts, max_tokens=pipeline.max_tokens, clock=self._clock)
-        self._open[pipeline] = _OpenSession(next(self._numbers), drafts)
+        self._open_sessions[pipeline] = _OpenSession(next(self._numbers), drafts)
         return pipeline
 
     async def _close_session(self, pipeline: Pipeline) -> None:
-        session = self._open.pop(pipeline, None)
+        session = self._open_sessions.pop(pipeline, None)
         if session is not None:
             session.drafts.close()
         await pipeline.close()
@@ -294,7 +294,7 @@ class SwarmClient:
             cleans_up_spaces=self._cleans_up_spaces,
             max_positions=pipeline.max_tokens,
         )
-        session = self._open.get(pipeline)
+        session = self._open_sessions.get(pipeline)
         guesser = await session.drafts.guesser(config) if session is not None else None
         async with contextlib.aclosing(generate(pipeline, task, meter, guesser)) as pieces:
             async for piece in pieces:

@@ -32,5 +32,5 @@ class Event:
 OnEvent = Callable[[Event], None]
 
 
-def unheard(_: Event) -> None:
+def ignore_event(_: Event) -> None:
     """The default for callers that want no events."""

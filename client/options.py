@@ -16,7 +16,7 @@ from swarm.model.manifest import Manifest, load_manifest, package_folder
 from swarm.model.numerics import Numerics
 from swarm.transport.address import Address
 
-USUAL_SESSION_TOKENS = 128 + GenerationConfig.max_new_tokens
+DEFAULT_SESSION_TOKENS = 128 + GenerationConfig.max_new_tokens
 """Tokens of KV cache that `swarm generate` reserves on each peer for a short prompt. Routes are shown for as many."""
 InitialPeers = Annotated[
     list[str],
@@ -82,12 +82,12 @@ def package_manifest(text: str) -> Manifest | None:
     return load_manifest(folder) if folder else None
 
 
-def results() -> Console:
+def stdout_console() -> Console:
     """The console for data. Without markup: names of peers are untrusted text."""
     return Console(highlight=False, markup=False, emoji=False)
 
 
-def messages() -> Console:
+def stderr_console() -> Console:
     """The console for everything but data. Without markup, too."""
     return Console(stderr=True, highlight=False, markup=False, emoji=False)
 

@@ -14,7 +14,7 @@ from rich.status import Status
 
 from client.events import Event, Stage
 from client.generation.generate import FinishReason, Reply
-from client.options import messages
+from client.options import stderr_console
 from client.speculation.speculation import SpeculationReport
 
 _INTERVAL_S = 1.0
@@ -34,7 +34,7 @@ class Progress:
         output: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console = console or messages()
+        self._console = console or stderr_console()
         self._output = output or sys.stdout
         self._clock = clock
         self._status: Status | None = None

@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.text import Text
 
 from export.sources.source import Progress as Report
-from swarm.model.memory_footprint import in_words
+from swarm.model.memory_footprint import format_bytes
 
 
 class _Memory(ProgressColumn):
@@ -30,7 +30,7 @@ class _Memory(ProgressColumn):
     max_refresh = 1.0
 
     def render(self, task: Task) -> Text:
-        return Text(in_words(_resident()), style="dim")
+        return Text(format_bytes(_resident()), style="dim")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from swarm.model.manifest import Manifest, StaticSpec
 from swarm.model.spans import LayerRange
 
 if TYPE_CHECKING:
-    from export.package.from_checkpoint import Work
+    from export.package.from_checkpoint import CheckpointExport
     from export.package.journal import Journal
 
 GROUP = 128
@@ -119,7 +119,7 @@ class Request:
 
         return None if self.static is None else static_spec(self.static, self.chunk)
 
-    def _make_in_jobs(self, work: Work, journal: Journal, parts: Sequence[str], progress: Progress) -> None:
+    def _make_in_jobs(self, work: CheckpointExport, journal: Journal, parts: Sequence[str], progress: Progress) -> None:
         from export.package.jobs import even_shares, run_jobs
 
         command = ["export", str(self.source), str(self.out), "--weights", self.weights, "--resume", "--force"]

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from peer.config import JoinConfig, parse_bytes
 from peer.report import ProgressCallback, Report
 from swarm.engine.choice import EngineChoice
-from swarm.engine.memory import one_heap
+from swarm.engine.memory import share_one_heap
 from swarm.model.numerics import Precision
 from swarm.model.spans import LayerRange
 from swarm.process import event_loop
@@ -206,7 +206,7 @@ def _survive_closed(stream: TextIO) -> Iterator[None]:
 
 
 def _run(config: JoinConfig, *, as_json: bool, verbose: int) -> None:
-    one_heap()
+    share_one_heap()
     # Imported late: `swarm join --help` must not wait for OpenVINO.
     from peer.lifecycle.join import join as run_peer
     from peer.lifecycle.shutdown import Interrupted

@@ -80,7 +80,7 @@ class Sampling:
         return self.temperature == 0.0
 
     @property
-    def looks_back(self) -> bool:
+    def uses_history(self) -> bool:
         """Whether the previous tokens affect the scores."""
         return self.repetition_penalty != 1.0 or self._penalises_answer
 

@@ -311,7 +311,7 @@ def run_module(module: str, *arguments: str) -> None:
         pytest.fail(f"{module} failed:\n{done.stderr[-4000:]}")
 
 
-def made(kind: str, make: Callable[[Path], None], *inputs: bytes) -> Path:
+def build_for_exporter(kind: str, make: Callable[[Path], None], *inputs: bytes) -> Path:
     """The directory that `make` fills, cached for this exporter and these `inputs`."""
     return _build_cached(kind, [*_exporter_sources(), *inputs], make)
 

@@ -23,7 +23,7 @@ from swarm.app.local_swarm import LocalSwarm, Member
 from swarm.model.spans import LayerRange
 
 ROOT = Path(__file__).parent.parent
-PATIENCE_S = 120.0
+MAX_WAIT_S = 120.0
 T = TypeVar("T")
 
 
@@ -32,7 +32,7 @@ def swarm_command(*arguments: str) -> list[str]:
 
 
 def run_swarm(
-    *arguments: str, prefix: Sequence[str] = (), timeout: float = PATIENCE_S, text: str | None = None
+    *arguments: str, prefix: Sequence[str] = (), timeout: float = MAX_WAIT_S, text: str | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a command with `text` as standard input. The caller checks the exit code."""
     return subprocess.run(
@@ -46,7 +46,7 @@ def run_swarm(
     )
 
 
-def wait_until(condition: Callable[[], T], description: str, timeout: float = PATIENCE_S) -> T:
+def wait_until(condition: Callable[[], T], description: str, timeout: float = MAX_WAIT_S) -> T:
     """The first true value of `condition`. Fails with `description` after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not (value := condition()):
@@ -66,7 +66,7 @@ def local_swarm(
         yield swarm
 
 
-def family_of(member: Member) -> list[psutil.Process]:
+def process_tree(member: Member) -> list[psutil.Process]:
     """The process of a running peer and its children, such as its daemon."""
     process = psutil.Process(member.process.pid)
     return [process, *process.children(recursive=True)]
@@ -87,7 +87,7 @@ def is_listening(port: int) -> bool:
     return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in psutil.net_connections("tcp"))
 
 
-def ports_of(processes: Sequence[psutil.Process]) -> set[int]:
+def listening_ports(processes: Sequence[psutil.Process]) -> set[int]:
     """The TCP ports on which these processes listen."""
     return {
         connection.laddr.port

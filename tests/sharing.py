@@ -21,7 +21,7 @@ _ROOT = Path(__file__).parent.parent
 _PROCESSES = 3
 """More than the two cores: tests spend a tenth of their time waiting for peers, deadlines, announcements."""
 _STANDING_SWARM = "standing_swarm"
-_SHARED_SWARMS = (_STANDING_SWARM, "gateway_town")
+_SHARED_SWARMS = (_STANDING_SWARM, "gateway_peers")
 _EXPORTER_TESTS = "tests/export/"
 _CACHED_FIXTURES = {"tiny_irs", "checkpoint_artifacts", "smollm2_static_package"}
 """Fixtures that take long to build if the user's cache does not have them."""

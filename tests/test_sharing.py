@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    ("swarm", "files"), [("standing_swarm", "cases/test_*.py"), ("gateway_town", "client/gateway/**/test_*.py")]
+    ("swarm", "files"), [("standing_swarm", "cases/test_*.py"), ("gateway_peers", "client/gateway/**/test_*.py")]
 )
 def test_the_files_with_a_shared_swarm_are_one_group(swarm: str, files: str) -> None:
     together = [path for path in sorted(ROOT.glob(f"tests/{files}")) if swarm in path.read_text()]

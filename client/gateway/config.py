@@ -72,7 +72,7 @@ def check_exposure(listen: Address, keys: Keys | None, *, no_auth: bool) -> None
     """Raises ConfigError where other machines could use the gateway without a key, unless `no_auth` allows that."""
     if not (is_loopback(listen.host) or keys or no_auth):
         raise ConfigError(
-            f"{listen.place} can be reached by others, and there is no key: "
+            f"{listen.host_port} can be reached by others, and there is no key: "
             "add --api-key-file FILE, or --no-auth if everybody who reaches it may use it"
         )
 

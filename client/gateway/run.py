@@ -24,7 +24,7 @@ async def run(
     *,
     client_config: ClientConfig,
     follow: bool,
-    listening: OnListening,
+    on_listening: OnListening,
 ) -> None:
     """Serve until SIGINT or SIGTERM.
 
@@ -43,5 +43,5 @@ async def run(
             gateway.app(),
             config,
             shutdown=shutdown,
-            on_listening=lambda address: listening(address, [served.name for served in pool.served]),
+            on_listening=lambda address: on_listening(address, [served.name for served in pool.served]),
         )

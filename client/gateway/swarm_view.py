@@ -13,7 +13,7 @@ from client.client import RouteInUse
 from client.gateway.model_pool import ModelPool, ServedModel
 from client.inspector.report import SCHEMA, inspect_swarm
 from client.inspector.snapshot import SwarmInspector
-from client.options import USUAL_SESSION_TOKENS
+from client.options import DEFAULT_SESSION_TOKENS
 from swarm.errors import SwarmError
 from swarm.routing.plan import RouteRequest
 
@@ -80,7 +80,7 @@ class SwarmView:
                 model=digest,
                 manifest=served.client.manifest,
                 tokens=1,
-                kv_tokens=USUAL_SESSION_TOKENS,
+                kv_tokens=DEFAULT_SESSION_TOKENS,
                 objective="latency",
                 numerics=None,
             ),

@@ -114,7 +114,7 @@ async def generate(
 
     def on_answer(answer: Answer) -> None:
         meter.on_answer(answer)
-        speculation.hear(answer)
+        speculation.on_answer(answer)
 
     pipeline.on_answer = on_answer
     text = _AnswerText(task)
@@ -130,7 +130,7 @@ async def generate(
                 reused = reused if text.tokens else pipeline.reused
                 trip = text.cut(trip)
                 if text.finish_reason is None:
-                    await speculation.go_on()  # the peers compute while the text is decoded
+                    await speculation.send_ahead()  # the peers compute while the text is decoded
             piece = text.decode(trip)
             if text.finish_reason is None:
                 yield piece

@@ -17,21 +17,21 @@ from client.inspector.picture import Picture, picture_models
 from client.inspector.report import SCHEMA, Inspection, ModelView, view_model
 from client.inspector.snapshot import SwarmInspector
 from client.options import (
-    USUAL_SESSION_TOKENS,
+    DEFAULT_SESSION_TOKENS,
     InitialPeers,
     JsonFlag,
     ModelArgument,
     NumericsOption,
-    messages,
     package_manifest,
     parse_initial_peers,
     parse_numerics,
-    results,
+    stderr_console,
+    stdout_console,
     write_json,
 )
 from swarm.discovery.directory import MODELS_TOPIC
 from swarm.discovery.records import model_records
-from swarm.discovery.remote_directory import PeerDirectory, find_peers, served_models, told_on_trust
+from swarm.discovery.remote_directory import PeerDirectory, find_peers, first_contact_note, served_models
 from swarm.errors import DirectoryError, NotCovered, PeerError, RemoteProtocolError
 from swarm.model.manifest import MAX_LAYERS
 from swarm.process import event_loop
@@ -54,7 +54,7 @@ def routes(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step: 1 to decode, more for a prompt's chunk.")] = 1,
     kv_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of KV cache that must be free on each peer; a longer prompt needs more.")
-    ] = USUAL_SESSION_TOKENS,
+    ] = DEFAULT_SESSION_TOKENS,
     objective: Annotated[
         Objective,
         typer.Option(help="latency: the shortest step, for one user; throughput: the least slow hop, for many."),
@@ -95,7 +95,7 @@ async def _directory(initial: Sequence[Address]) -> AsyncIterator[PeerDirectory]
 
 async def _show_once(inspector: SwarmInspector, initial: Sequence[Address], as_json: bool) -> None:
     """Raises NotCovered after showing the inspection, where layers are missing."""
-    console = messages()
+    console = stderr_console()
     async with _directory(initial) as directory:
         with console.status("") as status:
             inspection = await inspector.inspect(directory, lambda text: status.update(Text(text)))
@@ -105,14 +105,14 @@ async def _show_once(inspector: SwarmInspector, initial: Sequence[Address], as_j
     if as_json:
         write_json(inspection.to_plain())
     else:
-        results().print(Picture(inspection))
+        stdout_console().print(Picture(inspection))
     if not inspection.covered:
         raise NotCovered(inspection.problem, missing=[(span.first, span.last) for span in inspection.missing])
 
 
 async def _watch(inspector: SwarmInspector, initial: Sequence[Address], every: float, as_json: bool) -> None:
     """Raises what the first inspection raises. Where a later one fails, the last picture stays, with the reason."""
-    console = results()
+    console = stdout_console()
     async with _directory(initial) as directory:
         inspection, problem = await inspector.inspect(directory), ""
         _note_trusted(directory)
@@ -145,7 +145,7 @@ def _footer(inspection: Inspection, every: float, problem: str) -> Text:
 
 
 async def _list_models(initial: Sequence[Address], as_json: bool) -> None:
-    console = messages()
+    console = stderr_console()
     async with _directory(initial) as directory:
         with console.status("looking up models and their peers"):
             served = served_models(model_records(await directory.collect(MODELS_TOPIC)))
@@ -162,16 +162,16 @@ async def _list_models(initial: Sequence[Address], as_json: bool) -> None:
     if as_json:
         write_json({"schema": SCHEMA, "models": [view.to_plain() for view in views]})
     elif views:
-        results().print(picture_models(views))
+        stdout_console().print(picture_models(views))
     else:
         _note("no model is served here yet; start a peer with `swarm join PACKAGE`")
 
 
 def _note_trusted(directory: PeerDirectory) -> None:
     for address in directory.trusted:
-        _note(told_on_trust(address))
+        _note(first_contact_note(address))
 
 
 def _note(text: str) -> None:
     """Print a note without wrapping it: people copy addresses out of it."""
-    messages().print(f"note: {text}", soft_wrap=True)
+    stderr_console().print(f"note: {text}", soft_wrap=True)

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from client.inspector.report import Inspection, ModelView, PeerView
 from swarm.discovery.records import PeerRecord
-from swarm.model.memory_footprint import in_words
+from swarm.model.memory_footprint import format_bytes
 from swarm.model.spans import LayerRange
 from swarm.routing.plan import Alternative, HopPlan, Route
 
@@ -243,7 +243,7 @@ class Picture:
     def _hop_cells(self, i: int, hop: HopPlan) -> Sequence[str]:
         cost = hop.cost
         relayed = " (relayed)" if hop.relayed else ""
-        times = (cost.latency_s, cost.transfer_s, cost.queue_s, cost.compute_s, cost.entry_s, cost.total)
+        times = (cost.latency_s, cost.transfer_s, cost.queue_s, cost.compute_s, cost.entry_s, cost.total_s)
         name = _short(self._inspection.name_of(hop.record.peer_id), _NAME_CELLS)
         return str(i + 1), name + relayed, str(hop.span), *map(_ms, times)
 
@@ -306,7 +306,12 @@ def picture_models(models: Sequence[ModelView]) -> RenderableType:
         name = _short(model.name, 28)
         facts = (model.digest[:12], _short(model.weights, 10))
         layers = Text(f"{view.layers_covered}/{model.layers}", _GAP_STYLE if view.missing else "green")
-        row = (layers, Text(str(view.peers)), Text(in_words(view.layer_memory)), Text(in_words(view.kv_token_memory)))
+        row = (
+            layers,
+            Text(str(view.peers)),
+            Text(format_bytes(view.layer_memory)),
+            Text(format_bytes(view.kv_token_memory)),
+        )
         table.add_row(Text(name, "bold"), *map(Text, facts), *row)
         notes.add_row(Text(name), Text(f"licence {_short(model.licence, 30)}, from {model.source}", "dim"))
         if view.missing:

@@ -1,6 +1,6 @@
 """The route inspector's data: peers, the links to them, the chosen route and the reasons.
 
-`inspect_swarm` is pure; only `measure` uses the network. `picture.py` draws an `Inspection` for people, and
+`inspect_swarm` is pure; only `measure_links` uses the network. `picture.py` draws an `Inspection` for people, and
 `Inspection.to_plain()` is for programs.
 """
 
@@ -17,7 +17,7 @@ from swarm.discovery.records import LEAVING, ModelRecord, PeerRecord
 from swarm.errors import NotCovered, PeerUnreachable, SwarmError
 from swarm.model.memory_footprint import kv_bytes, layer_bytes
 from swarm.model.spans import LayerRange, coverage, gaps
-from swarm.routing.choose import choose_route, sift
+from swarm.routing.choose import choose_route, filter_records
 from swarm.routing.plan import Alternative, LeftOut, Route, RouteRequest
 from swarm.transport.channel import Channel
 from swarm.transport.link import LinkQuality, measure_link
@@ -161,7 +161,7 @@ def _route_to_plain(route: Route | None) -> dict[str, Any] | None:
                 "queue_s": hop.cost.queue_s,
                 "compute_s": hop.cost.compute_s,
                 "entry_s": hop.cost.entry_s,
-                "total_s": hop.cost.total,
+                "total_s": hop.cost.total_s,
             }
             for hop in route.hops
         ],
@@ -182,7 +182,7 @@ def inspect_swarm(
     alternatives: tuple[Alternative, ...] = ()
     missing: tuple[LayerRange, ...] = ()
     problem = ""
-    usable, left_out = sift(records, request, links=links, now=now, banned={})
+    usable, left_out = filter_records(records, request, links=links, now=now, banned={})
     try:
         plan = choose_route(records, request, links=links, now=now)
     except NotCovered as error:
@@ -229,7 +229,7 @@ Probe = Callable[[PeerRecord, Hello, float], Awaitable[LinkQuality]]
 
 async def measure_peer(record: PeerRecord, hello: Hello, timeout: float) -> LinkQuality:
     """Connect to a peer and measure the link. Raises SwarmError, also where the peer restarted since its `record`."""
-    channel = await Channel.open(record.places, hello, timeout=timeout)
+    channel = await Channel.open(record.pinned_addresses, hello, timeout=timeout)
     try:
         if channel.hello.incarnation != record.incarnation:
             raise PeerUnreachable("it was restarted since it announced itself", peer=record.peer_id)
@@ -238,7 +238,7 @@ async def measure_peer(record: PeerRecord, hello: Hello, timeout: float) -> Link
         await channel.close()
 
 
-async def measure(
+async def measure_links(
     records: Iterable[PeerRecord], hello: Hello, *, timeout: float = 3.0, probe: Probe = measure_peer
 ) -> dict[str, MeasuredLink]:
     """Measure the links to all peers that have an address. Returns them by peer id, with the reason where one failed.

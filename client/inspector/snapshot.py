@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from client.inspector.report import Inspection, MeasuredLink, inspect_swarm, measure
+from client.inspector.report import Inspection, MeasuredLink, inspect_swarm, measure_links
 from swarm.discovery.directory import Directory
 from swarm.discovery.download import fetch_manifest
 from swarm.discovery.records import PeerRecord
@@ -57,7 +57,7 @@ class SwarmInspector:
         name, digest, layers = self._identity
         records = await find_peers(directory, digest, now=time.time())
         on_progress(f"measuring the links to {len(records)} peers")
-        links = await measure(records, self._hello)
+        links = await measure_links(records, self._hello)
         if self._manifest is None:
             on_progress("asking for the manifest")
             self._manifest = await self._fetch_manifest(records, links, digest)
@@ -86,7 +86,7 @@ class SwarmInspector:
         reachable.sort(key=lambda record: links[record.peer_id].rtt_s)
         for record in reachable[:_MANIFEST_ATTEMPTS]:
             try:
-                channel = await Channel.open(record.places, self._hello)
+                channel = await Channel.open(record.pinned_addresses, self._hello)
                 try:
                     return await fetch_manifest(channel, digest)
                 finally:

@@ -44,7 +44,7 @@ from swarm.errors import (
 )
 from swarm.routing.plan import Route
 from swarm.sampling import Sampling
-from swarm.wire.failures import fault_of
+from swarm.wire.failures import as_peer_error
 from swarm.wire.messages import Forward, Ids, Output
 from swarm.wire.queries import Pong
 
@@ -318,7 +318,7 @@ class Circuit:
             raise RemoteProtocolError(f"peer {hop.name} sent hidden states of shape {shape}, not {expected}")
         if not all_finite(output.hidden):
             raise RemoteProtocolError(f"peer {hop.name} sent hidden states that hold numbers that are not finite")
-        forward = pending.forward.onward(output.hidden, self._config.dtype, output.trace)
+        forward = pending.forward.for_next_hop(output.hidden, self._config.dtype, output.trace)
         try:
             next_hop.send(forward)
         except SwarmError as error:
@@ -351,7 +351,7 @@ class Circuit:
     # -- faults
 
     def _on_error(self, hop: Hop, error: SwarmError) -> None:
-        error = fault_of(hop.peer_id, error, ProtocolError, StepError)
+        error = as_peer_error(hop.peer_id, error, ProtocolError, StepError)
         place = self.hops.index(hop)
         if isinstance(error, BadStep) and self._is_established and place and not self._relayed[place]:
             # The step came from the hop before, not from this client. Relaying will show which of the two is at fault.

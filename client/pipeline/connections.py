@@ -116,7 +116,7 @@ class ConnectionPool:
     async def _connect(self, record: PeerRecord) -> PeerConnection:
         connection = PeerConnection()
         connection.channel = await Channel.open(
-            record.places,
+            record.pinned_addresses,
             self._hello,
             timeout=self._config.connect_timeout_s,
             on_message=connection.on_message,

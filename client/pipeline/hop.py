@@ -108,7 +108,7 @@ class Hop:
     def send(self, forward: Forward) -> None:
         """Queue a step. On a connection with other sessions it is sent together with their steps. Raises PeerLost."""
         connection = self._open_connection()
-        connection.channel.send(forward, at_once=len(connection.listeners) == 1)
+        connection.channel.send(forward, flush=len(connection.listeners) == 1)
 
     async def ping(self, timeout: float) -> Pong:
         """The session's progress on the peer. Raises PeerStalled, PeerLost."""

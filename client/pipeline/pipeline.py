@@ -34,7 +34,7 @@ from client.pipeline.hop import Hop
 from client.pipeline.planner import Planner
 from client.pipeline.prefix import common_prefix
 from client.pipeline.retry_budget import RetryBudget
-from swarm.engine.paged.blocks import first_name, names_of, pack_names
+from swarm.engine.paged.blocks import block_names, pack_names, root_name
 from swarm.errors import (
     DirectoryError,
     LocalProtocolError,
@@ -131,7 +131,7 @@ class Pipeline:
         return len(self._windows)
 
     @property
-    def line_end(self) -> int:
+    def windows_end(self) -> int:
         """The position after the last window under way; 0 without one."""
         return self._windows[-1].end if self._windows else 0
 
@@ -338,8 +338,8 @@ class Pipeline:
         key = self._config.prefix_key
         if key is None:
             return b""
-        first = first_name(self._manifest.digest, key)
-        return pack_names(first, names_of(ids_of(known), first=first), most=MAX_PREFIX_BYTES)
+        first = root_name(self._manifest.digest, key)
+        return pack_names(first, block_names(ids_of(known), first=first), max_bytes=MAX_PREFIX_BYTES)
 
     # -- repair
 

@@ -27,11 +27,11 @@ class Draft(Protocol):
         """Whether `propose` takes no noticeable time and never waits."""
 
     @property
-    def unread(self) -> int:
+    def unread_tokens(self) -> int:
         """How many tokens of the line it must read (prefill) before it can guess, beyond what a guess reads anyway."""
 
     @property
-    def silence(self) -> str:
+    def off_reason(self) -> str:
         """Why it can make no more guesses in this text; empty if it can."""
 
     def begin(self, known: Sequence[int], sampling: Sampling) -> None:
@@ -85,8 +85,8 @@ class NgramDraft:
 
     name = "ngram"
     instant = True
-    unread = 0
-    silence = ""
+    unread_tokens = 0
+    off_reason = ""
 
     def __init__(self, max_ngram_size: int = 3) -> None:
         self._sizes = range(max_ngram_size, min(_MIN_NGRAM_SIZE, max_ngram_size) - 1, -1)

@@ -115,27 +115,27 @@ class ModelDraft:
             self._fed = min(self._fed, self._line.known - 1)
 
     @property
-    def unread(self) -> int:
+    def unread_tokens(self) -> int:
         length = len(self._line.ids)
         return max(length - self._fed - 1, 0) if length <= self._max_tokens else 0
 
     @property
-    def silence(self) -> str:
+    def off_reason(self) -> str:
         length = len(self._line.ids)
         reason = f"the text has {length} tokens, and the draft's context is {self._max_tokens}"
         return reason if length > self._max_tokens else ""
 
     async def read(self) -> None:
         """See `Draft`. Raises EngineError if the device fails or the draft is closed."""
-        while self.unread:
-            await self._feed(self._fed + min(self.unread, _CHUNK), answers=False)
+        while self.unread_tokens:
+            await self._feed(self._fed + min(self.unread_tokens, _CHUNK), answers=False)
 
     async def propose(self, k: int) -> list[int]:
         """See `Draft`. Raises EngineError if the device fails or the draft is closed."""
         ids = self._line.ids
         guesses: list[int] = []
         while len(guesses) < k and len(ids) <= self._max_tokens:
-            while self.unread >= _CHUNK:
+            while self.unread_tokens >= _CHUNK:
                 await self._feed(self._fed + _CHUNK, answers=False)
             guesses.append(await self._feed(len(ids), answers=True))
             ids.append(guesses[-1])
@@ -159,7 +159,7 @@ class ModelDraft:
             step=Step(session=self._key, start=self._fed, tokens=tokens, rows=int(answers)),
             open_tokens=0 if self._is_open else self._max_tokens,
             sampling=self._sampling if answers else None,
-            history=np.array(self._line.ids[:end], np.int32) if self._sampling.looks_back else None,
+            history=np.array(self._line.ids[:end], np.int32) if self._sampling.uses_history else None,
         )
         self._is_open, self._fed = True, end
         token: int = await asyncio.shield(self._model.thread.feed(feed))

@@ -115,7 +115,7 @@ class Speculation:
         # else the prompt, which is sent at once
         return self._verify(await self._advance(self._guesser))
 
-    async def go_on(self) -> None:
+    async def send_ahead(self) -> None:
         """Call it after `next` if more tokens are wanted: send without waiting the windows that can be sent now."""
         if self._guesser is None:
             self._pipeline.send_ahead(len(self.known) - 1, self.known[-1:], self._sampling)
@@ -136,7 +136,7 @@ class Speculation:
         if tasks:
             await asyncio.wait(tasks)
 
-    def hear(self, answer: Answer) -> None:
+    def on_answer(self, answer: Answer) -> None:
         """Take the times of a step. To be called with the answer of every step."""
         if self._guesser is not None:
             self._guesser.tuner.record_answer(answer)
@@ -153,7 +153,7 @@ class Speculation:
             tokens_a_trip=(len(self.known) - self._began) / self._trips if self._trips else 0.0,
             windows=tuple(self._windows),
             without=tuner.rate_without_draft(),
-            off=self._guesser.failure or tuner.off_reason() or self._guesser.draft.silence,
+            off=self._guesser.failure or tuner.off_reason() or self._guesser.draft.off_reason,
         )
 
     # -- guessing
@@ -177,7 +177,7 @@ class Speculation:
         if self._reading is not None and self._reading.done():
             self._reading.result()
             self._reading = None
-        if self._reading is None and guesser.draft.unread > _MAX_UNREAD and not guesser.failure:
+        if self._reading is None and guesser.draft.unread_tokens > _MAX_UNREAD and not guesser.failure:
             self._reading = asyncio.create_task(guesser.read())
         return self._reading is not None
 
@@ -189,7 +189,7 @@ class Speculation:
     @property
     def _unsent(self) -> int:
         """How many guesses are in no window yet."""
-        return len(self._guesses) - max(self._pipeline.line_end - len(self.known), 0)
+        return len(self._guesses) - max(self._pipeline.windows_end - len(self.known), 0)
 
     async def _guess(self, count: int) -> None:
         """Have the draft make `count` guesses; only one if that takes time: a correction then discards only one."""
@@ -250,7 +250,7 @@ class Speculation:
             start, tokens = len(self.known) - 1, [self.known[-1]]
             guesses = self._guesses[: window.k]
         else:
-            start, tokens = self._pipeline.line_end, []
+            start, tokens = self._pipeline.windows_end, []
             first = len(self._guesses) - unsent
             guesses = self._guesses[first : first + window.k + 1]
             if not guesses or not window.k:
@@ -266,7 +266,7 @@ class Speculation:
     def _verify(self, answer: Answer) -> TripResult:
         self._take_drafted()
         chosen = answer.output.ids.tolist()
-        sent = max(self._pipeline.line_end - len(self.known), len(chosen) - 1)
+        sent = max(self._pipeline.windows_end - len(self.known), len(chosen) - 1)
         verdict = verify(self._guesses, chosen)
         tokens = verdict.tokens(self._guesses)
         compared = min(verdict.accepted + 1, len(chosen), len(self._guesses))

@@ -1,4 +1,4 @@
-"""The table of families of checkpoints: which can be exported, and why others cannot. docs/how-to/models.md shows it."""
+"""The families of checkpoints: which can be exported, and why others cannot. docs/how-to/models.md shows this table."""
 
 from __future__ import annotations
 

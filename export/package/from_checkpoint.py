@@ -58,7 +58,7 @@ _RELEASE_AT = 16 << 20  # Bytes written. Releasing memory visits all objects, wh
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class CheckpointExport:
     """An export to run: the checkpoint, the format, the name."""
 
     decoder: Decoder
@@ -70,7 +70,7 @@ class Work:
     beam_idx: bool = True
 
     @classmethod
-    def on(
+    def open(
         cls,
         directory: Path,
         format: Format,
@@ -79,7 +79,7 @@ class Work:
         licence: str | None = None,
         origin: str | None = None,
         beam_idx: bool = True,
-    ) -> Work:
+    ) -> CheckpointExport:
         """Raises UnsupportedModel for a refused family, PackageError and DamagedFile for its files."""
         checkpoint = Checkpoint.open(directory)
         family = check_family(checkpoint.config, versions())
@@ -121,10 +121,12 @@ class Work:
         return digest.hexdigest()
 
 
-Make = Callable[[Work, Journal, Sequence[str], Progress], None]
+Make = Callable[[CheckpointExport, Journal, Sequence[str], Progress], None]
 
 
-def write_parts(work: Work, journal: Journal, parts: Sequence[str], progress: Progress = no_progress) -> None:
+def write_parts(
+    work: CheckpointExport, journal: Journal, parts: Sequence[str], progress: Progress = no_progress
+) -> None:
     """Make the parts among `parts` that are not in the journal.
 
     Raises UnsupportedModel, PackageError or DamagedFile for the checkpoint; recorded parts stay then.
@@ -160,7 +162,7 @@ def write_parts(work: Work, journal: Journal, parts: Sequence[str], progress: Pr
 
 
 def assemble(
-    work: Work, journal: Journal, progress: Progress = no_progress, *, static: StaticSpec | None = None
+    work: CheckpointExport, journal: Journal, progress: Progress = no_progress, *, static: StaticSpec | None = None
 ) -> Manifest:
     """Complete the package in `journal.package`: write the tokenizer and the manifest.
 
@@ -264,7 +266,7 @@ def export_checkpoint(
                 f"{journal.folder} holds an unfinished export: continue it with --resume, or discard it with --force"
             )
         shutil.rmtree(journal.folder)
-    work = Work.on(source, format, name=name, licence=licence, origin=origin, beam_idx=beam_idx)
+    work = CheckpointExport.open(source, format, name=name, licence=licence, origin=origin, beam_idx=beam_idx)
     if static is not None:
         check_fits(static, work.facts.context_length)
         if layers is not None:

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from swarm.model.manifest import EMBED, HEAD, LayerSpec, Manifest, StaticSpec, layer_part, load_manifest
-from swarm.model.memory_footprint import in_words, kv_bytes, layers_that_fit, needed_bytes, usual_kv_tokens
+from swarm.model.memory_footprint import default_kv_tokens, format_bytes, kv_bytes, layers_that_fit, needed_bytes
 from swarm.model.spans import LayerRange
 
 _DEFAULT_GB = (4, 8, 16, 32)
@@ -53,7 +53,7 @@ def describe(package: Path, memories: tuple[int, ...] = ()) -> Description:
     """Describe `package` by its manifest; `memories` in bytes. Raises PackageError if there is none."""
     manifest = load_manifest(package)
     span = manifest.span
-    tokens = usual_kv_tokens(manifest)
+    tokens = default_kv_tokens(manifest)
     elements = manifest.kv_elements(span)
     return Description(
         name=manifest.name,
@@ -100,13 +100,13 @@ def as_text(description: Description) -> str:
     d = description
     count = d.layers[-1][1]
     lines = [
-        f"{d.name}: {d.architecture}, {count} layers, {d.weights} weights, {in_words(d.bytes)}",
+        f"{d.name}: {d.architecture}, {count} layers, {d.weights} weights, {format_bytes(d.bytes)}",
         f"digest   {d.digest}",
         f"licence  {d.licence}, from {d.source}",
         f"sizes    hidden {d.hidden_size}, vocabulary {d.vocab_size}, context {d.context_length} tokens",
-        f"parts    embedding {in_words(d.embed_bytes)}, head {in_words(d.head_bytes)}",
+        f"parts    embedding {format_bytes(d.embed_bytes)}, head {format_bytes(d.head_bytes)}",
         *(
-            f"layers   {LayerRange(first, last)!s:8} {_spec_text(spec)}, {in_words(size)} each"
+            f"layers   {LayerRange(first, last)!s:8} {_spec_text(spec)}, {format_bytes(size)} each"
             for first, last, spec, size in d.layers
         ),
         *(
@@ -115,10 +115,10 @@ def as_text(description: Description) -> str:
         ),
         f"grid     {' '.join(map(str, d.grid))}",
         *([f"static   graphs for NPUs, of {d.static.context} tokens, {d.static.chunk} at a time"] if d.static else []),
-        f"cache    {in_words(d.kv_bytes_f32)} a token in f32, {in_words(d.kv_bytes_u8)} in u8",
-        f"memory   {in_words(d.whole_bytes)} for all of it in f32",
+        f"cache    {format_bytes(d.kv_bytes_f32)} a token in f32, {format_bytes(d.kv_bytes_u8)} in u8",
+        f"memory   {format_bytes(d.whole_bytes)} for all of it in f32",
         *(
-            f"         {in_words(fit.memory)} hold {fit.accuracy} of {count} layers, "
+            f"         {format_bytes(fit.memory)} hold {fit.accuracy} of {count} layers, "
             f"{fit.performance} in performance mode"
             for fit in d.fits
         ),
@@ -140,7 +140,7 @@ def _equal_layers(manifest: Manifest) -> tuple[tuple[int, int, LayerSpec, int], 
     """Ranges of consecutive layers with equal specs, and equal sizes to three digits."""
 
     def kind(layer: int) -> tuple[LayerSpec, str]:
-        return manifest.layers[layer], in_words(_size(manifest, layer_part(layer)))
+        return manifest.layers[layer], format_bytes(_size(manifest, layer_part(layer)))
 
     ranges = []
     for (spec, _), layers in groupby(range(len(manifest.layers)), kind):

@@ -27,7 +27,7 @@ from swarm.engine.base import Step as EngineStep
 from swarm.engine.compose import open_engine
 from swarm.errors import ConfigError, PackageError, SwarmError
 from swarm.model.manifest import EMBED, Manifest, check_files, load_manifest
-from swarm.model.memory_footprint import needed_bytes, share_of
+from swarm.model.memory_footprint import default_memory_limit, needed_bytes
 
 # As a share of what a layer adds (root mean squares). Rounding to 4 bits in groups of 128 is about 0.12 of a weight.
 TOLERANCES = {"f32": 1e-4, "bf16": 1e-4, "f16": 5e-3, "int8": 0.05, "int4": 0.35}
@@ -224,7 +224,9 @@ def _prompt(package: Path, manifest: Manifest) -> list[int]:
 def _write(package: Path, manifest: Manifest, prompt: list[int], progress: Progress) -> list[int] | None:
     """The package's continuation of `prompt`; None if the package does not fit in this machine's memory."""
     tokens = len(prompt) + _NEW_TOKENS
-    if needed_bytes(manifest, manifest.span, kv="f32", kv_tokens=tokens) > share_of(psutil.virtual_memory().available):
+    if needed_bytes(manifest, manifest.span, kv="f32", kv_tokens=tokens) > default_memory_limit(
+        psutil.virtual_memory().available
+    ):
         return None
     count = min(_NEW_TOKENS, manifest.context_length - len(prompt))
     written: list[int] = []

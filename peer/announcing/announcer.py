@@ -121,8 +121,8 @@ class Announcer:
             expires_at = self._next_expiry(now + self._config.ttl_s)
             record = replace(self._current(), announced_at=now, expires_at=expires_at, links=self.links)
             model = replace(self._model(), expires_at=expires_at)
-            await self._directory.publish(record.seal(self._identity))
-            await self._directory.publish(model.seal(self._identity))
+            await self._directory.publish(record.sign(self._identity))
+            await self._directory.publish(model.sign(self._identity))
 
     async def leave(self) -> None:
         """Publish the state "leaving" and announce nothing afterwards. Never raises, and takes 3 s at most."""
@@ -139,7 +139,7 @@ class Announcer:
                     expires_at=self._next_expiry(now + _MIN_EXPIRY_STEP_S),
                     links={},
                 )
-                await self._directory.publish(record.seal(self._identity))
+                await self._directory.publish(record.sign(self._identity))
         except (TimeoutError, DirectoryError) as error:
             _log.warning(
                 "the directory did not accept the record that this peer leaves (%r); its last one expires by itself",
@@ -237,5 +237,7 @@ class _Link:
         if self._channel is not None and self._channel.hello.incarnation != self.record.incarnation:
             await self.close()  # The peer has restarted, even if the end of its connection was not noticed.
         if self._channel is None or self._channel.closed:
-            self._channel = await Channel.open(self.record.places, hello, timeout=self._config.connect_timeout_s)
+            self._channel = await Channel.open(
+                self.record.pinned_addresses, hello, timeout=self._config.connect_timeout_s
+            )
         return self._channel

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from peer.loading.self_test import SelfTest
 from peer.loading.span_files import shared_layers
 from peer.serving.queries import SharedFiles
-from peer.sessions.service import Load, Serving
+from peer.sessions.service import Load, ServedSpan
 from swarm.discovery.records import ModelRecord, PeerRecord
 from swarm.model.manifest import Manifest, layer_part
 from swarm.model.numerics import Numerics
@@ -38,7 +38,7 @@ class Announcement:
     @classmethod
     def of(
         cls,
-        serving: Serving,
+        serving: ServedSpan,
         shared_files: SharedFiles,
         tested: SelfTest,
         *,

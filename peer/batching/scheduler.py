@@ -64,13 +64,13 @@ class KvBlocks(Protocol):
     @property
     def free(self) -> int: ...
 
-    def missing(self, session: str, start: int, n: int) -> int:
+    def missing_blocks(self, session: str, start: int, n: int) -> int:
         """Blocks that `n` tokens from `start` still need; 0 for an unknown session."""
 
-    def fitting(self, session: str, start: int, *, beside: int) -> int:
-        """Tokens from `start` that fit into the free blocks when `beside` of these are reserved for others."""
+    def fitting_tokens(self, session: str, start: int, *, reserved: int) -> int:
+        """Tokens from `start` that fit into the free blocks when `reserved` of these are reserved for others."""
 
-    def held(self, session: str) -> int:
+    def exclusive_blocks(self, session: str) -> int:
         """Blocks that evicting the session would free."""
 
     def sharing(self, sessions: Collection[str]) -> list[str]:
@@ -215,9 +215,9 @@ class BatchScheduler(Generic[S]):
 
     def __init__(self, kv: KvBlocks) -> None:
         self._kv = kv
-        self._due: list[S] = []
+        self._pending: list[S] = []
         self._sequences: dict[str, ScheduledSequence] = {}
-        self._served: dict[Hashable, float] = {}  # tokens, by client
+        self._served_tokens: dict[Hashable, float] = {}  # tokens, by client
         self._served_floor = 0.0  # the least that a client of the last round had been served; newcomers start there
         self._cost = CostModel()
         self._last_round_s, self._last_round_end = 0.0, float("-inf")
@@ -226,10 +226,10 @@ class BatchScheduler(Generic[S]):
         self.preempted = 0
 
     def __len__(self) -> int:
-        return len(self._due)
+        return len(self._pending)
 
     def add(self, step: S) -> None:
-        self._due.append(step)
+        self._pending.append(step)
         sequence = self._sequences.get(step.session)
         if sequence is None:
             sequence = self._sequences[step.session] = ScheduledSequence(
@@ -239,13 +239,13 @@ class BatchScheduler(Generic[S]):
         if step.tokens <= MAX_SHORT_TOKENS:
             sequence.record_arrival(step.queued_at)
         # a client that was away does not catch up on the tokens that it might have had
-        self._served[step.client] = max(self._served.get(step.client, 0.0), self._served_floor)
+        self._served_tokens[step.client] = max(self._served_tokens.get(step.client, 0.0), self._served_floor)
 
     def remove(self, step: S) -> None:
-        self._due.remove(step)
+        self._pending.remove(step)
 
     def clear(self) -> None:
-        self._due.clear()
+        self._pending.clear()
 
     def add_session(self, session: str, *, client: Hashable, engine: object, opened_at: float, now: float) -> None:
         self._sequences[session] = ScheduledSequence(client, engine, opened_at, now)
@@ -255,12 +255,12 @@ class BatchScheduler(Generic[S]):
         if sequence is None:
             return
         if all(other.client != sequence.client for other in self._sequences.values()):
-            self._served.pop(sequence.client, None)
+            self._served_tokens.pop(sequence.client, None)
         if all(other.engine is not sequence.engine for other in self._sequences.values()):
             self._last_rounds.pop(sequence.engine, None)  # a reference here would keep an unused engine in memory
 
     def linger_s(self, now: float) -> float:
-        steps = self._due
+        steps = self._pending
         if not steps or any(step.remaining > MAX_SHORT_TOKENS or step.engine is not steps[0].engine for step in steps):
             return 0.0
         since = max(self._last_round_end, min(step.queued_at for step in steps))
@@ -272,7 +272,7 @@ class BatchScheduler(Generic[S]):
         return until - now if any(sequence.is_expected(until) for sequence in others) else 0.0
 
     def next_round(self, now: float) -> list[Portion[S]]:
-        engines = dict.fromkeys(step.engine for step in self._due)
+        engines = dict.fromkeys(step.engine for step in self._pending)
         for engine in sorted(engines, key=lambda engine: self._last_rounds.get(engine, 0)):
             if portions := self._plan_round(engine, now):
                 self._last_rounds[engine] = next(self._round_numbers)
@@ -280,7 +280,7 @@ class BatchScheduler(Generic[S]):
         return []
 
     def _plan_round(self, engine: object, now: float) -> list[Portion[S]]:
-        steps = sorted((step for step in self._due if step.engine is engine), key=self._priority)
+        steps = sorted((step for step in self._pending if step.engine is engine), key=self._priority)
         plan: _Plan[S] = _Plan()
         self._add_short_steps(steps, plan, now)
         budget = self._long_budget(sum(portion.count for portion in plan.portions), steps, now)
@@ -295,12 +295,12 @@ class BatchScheduler(Generic[S]):
             return
         self._cost.observe(sum(portion.count for portion in portions), seconds)
         self._last_round_s, self._last_round_end = seconds, now
-        least_served = min(self._served.get(portion.step.client, 0.0) for portion in portions)
+        least_served = min(self._served_tokens.get(portion.step.client, 0.0) for portion in portions)
         self._served_floor = max(self._served_floor, least_served)
         for portion in portions:
             step = portion.step
             step.computed += portion.count
-            self._served[step.client] = self._served.get(step.client, 0.0) + portion.count
+            self._served_tokens[step.client] = self._served_tokens.get(step.client, 0.0) + portion.count
             sequence = self._sequences.get(step.session)
             if sequence is not None:
                 sequence.used_at = now
@@ -310,7 +310,7 @@ class BatchScheduler(Generic[S]):
                 self.remove(step)
 
     def pop_starved(self, now: float) -> list[S]:
-        starved = [s for s in self._due if s.blocked_at is not None and now - s.blocked_at > MAX_BLOCK_WAIT_S]
+        starved = [s for s in self._pending if s.blocked_at is not None and now - s.blocked_at > MAX_BLOCK_WAIT_S]
         for step in starved:
             self.remove(step)
         return starved
@@ -320,7 +320,7 @@ class BatchScheduler(Generic[S]):
         for one of them, the next takes its place."""
         short = [step for step in steps if step.remaining <= MAX_SHORT_TOKENS]
         max_steps = min(self._fair_share(short, now), MAX_STEPS - (len(short) < len(steps)))
-        short.sort(key=lambda step: (self._served.get(step.client, 0.0), step.queued_at))
+        short.sort(key=lambda step: (self._served_tokens.get(step.client, 0.0), step.queued_at))
         while short and len(plan.portions) < max_steps:
             chosen = short[: max_steps - len(plan.portions)]
             del short[: len(chosen)]
@@ -336,7 +336,7 @@ class BatchScheduler(Generic[S]):
 
     def _priority(self, step: S) -> tuple[float, float, float]:
         """The least served client first, then its oldest session."""
-        return self._served.get(step.client, 0.0), step.opened_at, step.queued_at
+        return self._served_tokens.get(step.client, 0.0), step.opened_at, step.queued_at
 
     def _long_budget(self, short_tokens: int, steps: list[S], now: float) -> int:
         """Tokens of long steps for a round with `short_tokens` tokens of short ones."""
@@ -352,46 +352,46 @@ class BatchScheduler(Generic[S]):
         if step.session in plan.sessions:
             return 0
         kv, reserved = self._kv, plan.blocks + self._blocks_for_older(step)
-        while (missing := kv.missing(step.session, step.next_position, count)) > kv.free - reserved:
+        while (missing_blocks := kv.missing_blocks(step.session, step.next_position, count)) > kv.free - reserved:
             victim = self._choose_victim(step, plan.sessions, now)
             if victim is None:
                 break
             kv.evict(victim)
             self.preempted += 1
-        if missing > kv.free - reserved:
-            count = min(count, kv.fitting(step.session, step.next_position, beside=reserved))
+        if missing_blocks > kv.free - reserved:
+            count = min(count, kv.fitting_tokens(step.session, step.next_position, reserved=reserved))
             if count < min(step.remaining, MIN_PORTION):
                 step.blocked_at = now if step.blocked_at is None else step.blocked_at
                 return 0
         step.blocked_at = None
         plan.portions.append(Portion(step, count))
         plan.sessions.add(step.session)
-        plan.blocks += kv.missing(step.session, step.next_position, count)
+        plan.blocks += kv.missing_blocks(step.session, step.next_position, count)
         return count
 
     def _blocks_for_older(self, step: S) -> int:
         """Free blocks that a session without any leaves to older ones, one for each: they need one soon, and would
         evict the newcomer at once."""
-        if self._kv.held(step.session):
+        if self._kv.exclusive_blocks(step.session):
             return 0
         return sum(
-            sequence.opened_at < step.opened_at and self._kv.held(session) > 0
+            sequence.opened_at < step.opened_at and self._kv.exclusive_blocks(session) > 0
             for session, sequence in self._sequences.items()
         )
 
     def _choose_victim(self, step: S, running: set[str], now: float) -> str | None:
         """The session to evict for `step`; None if none may be."""
-        waiting = {pending.session for pending in self._due}
+        waiting = {pending.session for pending in self._pending}
         others = [(name, one) for name, one in self._sequences.items() if name != step.session and name not in running]
         paused = [
             (sequence.used_at, session)
             for session, sequence in others
             if session not in waiting and now - sequence.used_at > PAUSED_AFTER_S and not sequence.is_writing(now)
         ]
-        if candidates := [one for one in paused if self._kv.held(one[1])]:
+        if candidates := [one for one in paused if self._kv.exclusive_blocks(one[1])]:
             return min(candidates)[1]
         younger = [(sequence.opened_at, session) for session, sequence in others if sequence.opened_at > step.opened_at]
-        if candidates := [one for one in younger if self._kv.held(one[1])]:
+        if candidates := [one for one in younger if self._kv.exclusive_blocks(one[1])]:
             return max(candidates)[1]
         # evicting one holder of a shared prefix frees nothing; evicting all of them does
         sharing = self._kv.sharing({session for _, session in (*paused, *younger)})

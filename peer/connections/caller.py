@@ -45,9 +45,9 @@ class Connection:
         """Whether it waits for answers."""
         return bool(self._tasks)
 
-    def send(self, message: Message, *, at_once: bool = False) -> float:
+    def send(self, message: Message, *, flush: bool = False) -> float:
         """Queue it; see `Stream.send`. Raises why the connection ended, if it did."""
-        return self._stream.send(message, at_once=at_once)
+        return self._stream.send(message, flush=flush)
 
     def try_send(self, message: Message) -> None:
         """As `send`, but does nothing if the connection has ended."""

@@ -15,7 +15,7 @@ from typing import Protocol
 from swarm.errors import PeerUnreachable, SwarmError, UnknownSession
 from swarm.transport.address import Address
 from swarm.transport.channel import Channel
-from swarm.wire.failures import failure_to_error, fault_of
+from swarm.wire.failures import as_peer_error, failure_to_error
 from swarm.wire.message import Message
 from swarm.wire.messages import Attach, Attached, Failure, Hello, Link
 
@@ -74,11 +74,11 @@ class NextHop:
 
     def to_peer_error(self, error: SwarmError) -> SwarmError:
         """The error as the opener should see it: what the next hop does wrong is that peer's fault, not this one's."""
-        return fault_of(self.peer_id, error, UnknownSession)
+        return as_peer_error(self.peer_id, error, UnknownSession)
 
-    def send(self, message: Message, *, at_once: bool = False) -> float:
+    def send(self, message: Message, *, flush: bool = False) -> float:
         """See `Stream.send`. Raises LocalProtocolError if this may not be sent, else why the connection ended."""
-        return self._channel.send(message, at_once=at_once)
+        return self._channel.send(message, flush=flush)
 
     async def drain(self) -> None:
         """Wait until the next hop reads on. Raises PeerStalled, PeerLost."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from peer.config import JoinConfig
 from peer.lifecycle.listen_addresses import announced_hosts, default_dht_port
 from peer.report import Report
-from swarm.discovery.remote_directory import PeerDirectory, told_on_trust
+from swarm.discovery.remote_directory import PeerDirectory, first_contact_note
 from swarm.errors import DirectoryError, PeerError, SwarmError, WrongPeer
 from swarm.wire.messages import Hello
 from swarm.wire.queries import AskDht, DhtAddresses
@@ -54,7 +54,7 @@ class Bootstrap:
         self._stack.push_async_callback(contact.close)
         dht_addresses = await self.retry(lambda: _query_dht_addresses(contact))
         for address in contact.trusted:
-            self._report.message(told_on_trust(address))
+            self._report.message(first_contact_note(address))
         return dht_addresses, contact
 
     async def open_dht(
@@ -73,8 +73,8 @@ class Bootstrap:
             port=default_dht_port(host, port) if dht_port is None else dht_port,
             announce_hosts=announced_hosts(host),
             initial=dht_addresses,
-            patience_s=math.inf if self._config.wait_s is None else self._config.wait_s,
-            ask_again=None if contact is None else functools.partial(self._other_dht_addresses, contact),
+            join_timeout_s=math.inf if self._config.wait_s is None else self._config.wait_s,
+            find_other_nodes=None if contact is None else functools.partial(self._other_dht_addresses, contact),
             say=self._report.message,
         )
         self._stack.push_async_callback(directory.close)
@@ -100,7 +100,7 @@ class Bootstrap:
         raise AssertionError("the delays never end")
 
     async def _other_dht_addresses(self, contact: PeerDirectory) -> tuple[str, ...]:
-        """Implements `dht.AskAgain`: no addresses if no initial peer answers. Raises WrongPeer."""
+        """Implements `dht.FindNodes`: no addresses if no initial peer answers. Raises WrongPeer."""
         try:
             return await _query_dht_addresses(contact)
         except WrongPeer:

@@ -39,15 +39,15 @@ from peer.loading.span_files import SpanFiles, check_span_files, choose_span_fil
 from peer.report import Report
 from peer.serving.queries import QueryHandler, SharedFiles
 from peer.serving.server import PeerServer
-from peer.sessions.service import Serving, SpanService
+from peer.sessions.service import ServedSpan, SpanService
 from swarm.discovery.remote_directory import PeerDirectory
 from swarm.engine.device import check_device
 from swarm.errors import ConfigError, DirectoryError, EngineError, PeerError, SwarmError, first_error
 from swarm.process.folders import state_folder
-from swarm.process.prometheus import ScrapePage
+from swarm.process.prometheus import MetricsServer
 from swarm.transport.address import Address
 from swarm.transport.hello import peer_hello
-from swarm.transport.identity import Identity, held_default_identity, held_identity
+from swarm.transport.identity import Identity, locked_default_identity, locked_identity
 from swarm.wire.messages import Hello
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Peer:
         if service is None or announcement is None:
             self._report_announced(directory, None)
             return None
-        self._server.begin(service)
+        self._server.start_service(service)
         await self._serve_metrics(service, stack)
         announcer = Announcer(
             directory,
@@ -148,11 +148,11 @@ class Peer:
         from peer.announcing.metrics import PeerGauges  # Imported late: few peers need prometheus_client.
 
         gauges = PeerGauges(service.load, lambda: self._server.connections)
-        service.watched_by(on_step=gauges.step, on_error=gauges.failed)
-        page = ScrapePage(gauges.page)
+        service.set_observers(on_step=gauges.step, on_error=gauges.failed)
+        page = MetricsServer(gauges.page)
         await page.start(self._config.metrics)
         stack.push_async_callback(page.close)
-        url = f"http://{dataclasses.replace(self._config.metrics, port=page.port).place}/metrics"
+        url = f"http://{dataclasses.replace(self._config.metrics, port=page.port).host_port}/metrics"
         self._report.phase("metrics", f"metrics at {url}", metrics=url)
 
     async def _listen(self) -> None:
@@ -207,7 +207,7 @@ class Peer:
             device=config.device,
         )
 
-    async def _load(self, span_files: SpanFiles, tested: SelfTest) -> tuple[Serving, SelfTest]:
+    async def _load(self, span_files: SpanFiles, tested: SelfTest) -> tuple[ServedSpan, SelfTest]:
         """Load the span; test it in this process if no child process has tested it."""
         config = self._config
         serving = await asyncio.to_thread(load_span, config, span_files, tested)
@@ -342,8 +342,8 @@ class Peer:
 def _identity(config: JoinConfig) -> Iterator[Identity]:
     """This peer's key, locked for this process."""
     if config.identity is not None:
-        with held_identity(config.identity) as identity:
+        with locked_identity(config.identity) as identity:
             yield identity
     else:
-        with held_default_identity(state_folder()) as identity:
+        with locked_default_identity(state_folder()) as identity:
             yield identity

@@ -41,7 +41,7 @@ def announced_hosts(bound: str) -> list[str]:
 
 def announced_addresses(bound: str, port: int) -> list[str]:
     """`announced_hosts`, each as HOST:PORT."""
-    return [Address(host, port).place for host in announced_hosts(bound)]
+    return [Address(host, port).host_port for host in announced_hosts(bound)]
 
 
 def default_dht_port(host: str, port: int) -> int:

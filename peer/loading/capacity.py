@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from swarm.errors import ConfigError
-from swarm.model.balance import work
+from swarm.model.balance import span_cost
 from swarm.model.manifest import Manifest
-from swarm.model.memory_footprint import in_words
+from swarm.model.memory_footprint import default_kv_tokens as default_kv_tokens
+from swarm.model.memory_footprint import format_bytes
 from swarm.model.memory_footprint import layers_that_fit as layers_that_fit
 from swarm.model.memory_footprint import needed_bytes as needed_bytes
-from swarm.model.memory_footprint import usual_kv_tokens as usual_kv_tokens
 from swarm.model.spans import LayerRange
 
 # The span is chosen before this machine's speed is measured.
@@ -57,13 +57,13 @@ def choose_span(
     if not fitting:
         smallest = min(choices, key=cost.__getitem__)
         raise ConfigError(
-            f"{in_words(memory)} hold no span of {manifest.name}: layers {smallest}, the smallest, need "
-            f"{in_words(cost[smallest])} with {kv_tokens} tokens cached; allow more memory or fewer tokens"
+            f"{format_bytes(memory)} hold no span of {manifest.name}: layers {smallest}, the smallest, need "
+            f"{format_bytes(cost[smallest])} with {kv_tokens} tokens cached; allow more memory or fewer tokens"
         )
 
     def rates_with(span: LayerRange) -> list[float]:
         """The rates with this peer on `span`, the slowest layer first."""
-        own = 1 / (_ASSUMED_LAYER_TIME_S * work(manifest, span))
+        own = 1 / (_ASSUMED_LAYER_TIME_S * span_cost(manifest, span))
         # Rounded: sums of the same rates in another order must tie, which selects the first span.
         return sorted(round(rate + own * (layer in span), 6) for layer, rate in enumerate(served))
 

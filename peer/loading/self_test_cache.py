@@ -18,7 +18,7 @@ from pathlib import Path
 from peer.config import JoinConfig
 from peer.loading.self_test import SESSION, SelfTest, run_self_test
 from peer.loading.span_files import SpanFiles
-from peer.sessions.service import Serving
+from peer.sessions.service import ServedSpan
 from swarm.engine.choice import max_tokens_of
 
 _VERSION = "1"
@@ -61,7 +61,7 @@ class SelfTestRecord:
             os.replace(temporary, self.path)
 
 
-def self_test_loaded(serving: Serving, tested: SelfTest) -> SelfTest:
+def self_test_loaded(serving: ServedSpan, tested: SelfTest) -> SelfTest:
     """Run the self-test on the engine that is going to serve. Raises EngineError if its results are wrong."""
     engine, manifest = serving.engine, serving.manifest
     max_tokens = min(max_tokens_of(tested.engine, manifest), serving.limits.kv_total)

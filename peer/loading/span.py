@@ -10,15 +10,15 @@ import psutil
 from peer.config import JoinConfig, SessionLimits
 from peer.loading.self_test import SelfTest
 from peer.loading.span_files import SpanFiles, divide_memory
-from peer.sessions.segments import Builder
-from peer.sessions.service import Serving
+from peer.sessions.segments import SegmentBuilder
+from peer.sessions.service import ServedSpan
 from swarm.engine.base import Engine
 from swarm.engine.choice import open_chosen_engine
 from swarm.engine.paged.engine import PagedEngine
 from swarm.engine.paged.spill import Spill
 from swarm.engine.paged.store import KvStore
 from swarm.errors import ConfigError
-from swarm.model.memory_footprint import in_words, step_bytes, weight_bytes
+from swarm.model.memory_footprint import format_bytes, step_bytes, weight_bytes
 from swarm.model.numerics import Numerics
 from swarm.model.spans import LayerRange
 
@@ -27,7 +27,7 @@ _MAX_SEGMENTS = 2
 _SPARE_SHARE = 0.2
 
 
-def load_span(config: JoinConfig, span_files: SpanFiles, tested: SelfTest) -> Serving:
+def load_span(config: JoinConfig, span_files: SpanFiles, tested: SelfTest) -> ServedSpan:
     """Compile the span for the engine that passed the self-test. Blocks for seconds.
 
     Paged engines of segments share the KV cache of the whole span: all sessions together are limited by it.
@@ -72,7 +72,7 @@ def load_span(config: JoinConfig, span_files: SpanFiles, tested: SelfTest) -> Se
         """Why there is no memory for a graph of these layers; empty if there is."""
         free = min(segment_memory / _MAX_SEGMENTS, psutil.virtual_memory().available * (1 - _SPARE_SHARE))
         needed = segment_bytes(layers)
-        return "" if needed <= free else f"it takes {in_words(needed)}, and {in_words(int(free))} may be used"
+        return "" if needed <= free else f"it takes {format_bytes(needed)}, and {format_bytes(int(free))} may be used"
 
     def fits(layers: LayerRange) -> bool:
         return segment_bytes(layers) <= segment_memory / _MAX_SEGMENTS
@@ -83,18 +83,18 @@ def load_span(config: JoinConfig, span_files: SpanFiles, tested: SelfTest) -> Se
         for edge in span_files.manifest.grid
         if span.first < edge < span.last and fits(LayerRange(span.first, edge)) and fits(LayerRange(edge, span.last))
     )
-    return Serving(
+    return ServedSpan(
         manifest=span_files.manifest,
         engine=engine,
-        kind=span_files.engine,
+        engine_kind=span_files.engine,
         limits=_limits(span_files, kv_tokens),
-        shares=config.shared_prefixes,
-        room=store.tables if store is not None else None,
+        shared_prefixes=config.shared_prefixes,
+        block_tables=store.tables if store is not None else None,
         attends_to=span_files.manifest.static.context
         if span_files.engine == "static" and span_files.manifest.static
         else 0,
         entries=entries,
-        builder=Builder(build=build, refuse=refuse, most=_MAX_SEGMENTS),
+        builder=SegmentBuilder(build=build, refuse=refuse, max_segments=_MAX_SEGMENTS),
     )
 
 

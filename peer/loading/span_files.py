@@ -43,12 +43,12 @@ from swarm.model.manifest import (
 from swarm.model.memory_footprint import (
     KV_GROWTH,
     attention_bytes,
-    in_words,
+    default_kv_tokens,
+    default_memory_limit,
+    format_bytes,
     kv_bytes,
     kv_token_bytes,
     needed_bytes,
-    share_of,
-    usual_kv_tokens,
 )
 from swarm.model.spans import LayerRange, union
 from swarm.transport.channel import Channel
@@ -111,7 +111,7 @@ async def choose_span_files(
         package, fetched = config.cache_dir / "packages" / model.digest[:16], True
     if config.engine_kind == "static":
         manifest.static_parts(manifest.span)  # Raises before anything is fetched.
-    memory = config.max_memory or share_of(psutil.virtual_memory().available)
+    memory = config.max_memory or default_memory_limit(psutil.virtual_memory().available)
     span = _choose_layers(config, manifest, memory, _service_rates(manifest, records, peer_id))
     return SpanFiles(
         package=package, manifest=manifest, span=span, memory=memory, fetched=fetched, engine=config.engine_kind
@@ -198,7 +198,9 @@ def divide_memory(
     tokens = int((kv_room if kv_memory is None else min(kv_room, kv_memory)) / token_bytes)
     if tokens < (BLOCK_TOKENS if paged else 1):
         if kv_memory is not None and kv_memory < kv_room:
-            raise ConfigError(f"--kv-memory {in_words(kv_memory)} holds {tokens} tokens of layers {span}: allow more")
+            raise ConfigError(
+                f"--kv-memory {format_bytes(kv_memory)} holds {tokens} tokens of layers {span}: allow more"
+            )
         raise ConfigError(_too_large(manifest, span, span_files.memory, kv=kv, graphs=span_files.graphs))
     if paged:
         tokens = tokens // BLOCK_TOKENS * BLOCK_TOKENS
@@ -226,7 +228,7 @@ def _service_rates(manifest: Manifest, records: list[PeerRecord], peer_id: str) 
 
 def _choose_layers(config: JoinConfig, manifest: Manifest, memory: int, served: list[float]) -> LayerRange:
     kv = "f32" if config.precision == "accuracy" else "f16"
-    kv_tokens, graphs = usual_kv_tokens(manifest, config.kv_tokens), graphs_of(config.engine_kind)
+    kv_tokens, graphs = default_kv_tokens(manifest, config.kv_tokens), graphs_of(config.engine_kind)
     if config.layers is None:
         return choose_span(manifest, memory, served=served, kv=kv, kv_tokens=kv_tokens, graphs=graphs)
     if config.layers.last > len(manifest.layers):
@@ -239,7 +241,7 @@ def _choose_layers(config: JoinConfig, manifest: Manifest, memory: int, served: 
 def _too_large(manifest: Manifest, span: LayerRange, memory: int, *, kv: str, graphs: int) -> str:
     needed = needed_bytes(manifest, span, kv=kv, kv_tokens=1, graphs=graphs)
     return (
-        f"layers {span} of {manifest.name} need {in_words(needed)} and this peer may take {in_words(memory)}; "
+        f"layers {span} of {manifest.name} need {format_bytes(needed)} and this peer may take {format_bytes(memory)}; "
         "serve fewer layers or raise --max-memory"
     )
 
@@ -249,7 +251,7 @@ async def _fetch_manifest(digest: str, records: list[PeerRecord], hello: Hello) 
     problems = []
     for record in records:
         try:
-            channel = await Channel.open(record.places, hello)
+            channel = await Channel.open(record.pinned_addresses, hello)
             try:
                 return await fetch_manifest(channel, digest)
             finally:

@@ -93,14 +93,14 @@ class QueryHandler:
             raise DirectoryError(
                 f"the directory did not answer within {_DIRECTORY_TIMEOUT_S:.0f} s; ask again, or another peer"
             ) from error
-        sealed: list[bytes] = []
+        signed_bytes: list[bytes] = []
         bytes_left = _MAX_TOPIC_BYTES
         for notice in notices[:MAX_NOTICES]:
-            bytes_left -= len(notice.sealed)
+            bytes_left -= len(notice.signed_bytes)
             if bytes_left < 0:
                 break
-            sealed.append(notice.sealed)
-        return Topic(request=query.request, notices=tuple(sealed))
+            signed_bytes.append(notice.signed_bytes)
+        return Topic(request=query.request, notices=tuple(signed_bytes))
 
     async def file(self, query: AskFile) -> FilePiece:
         """Raises UnknownModel if this peer does not have the file, PeerFailed if its disk fails."""
@@ -123,9 +123,9 @@ class QueryHandler:
         try:
             stream = await connect(address, self._hello(), timeout=_REACH_TIMEOUT_S)
         except SwarmError as error:
-            return Reach(request=query.request, address=address.place, problem=str(error))
+            return Reach(request=query.request, address=address.host_port, problem=str(error))
         await stream.close()
-        return Reach(request=query.request, address=address.place)
+        return Reach(request=query.request, address=address.host_port)
 
 
 def _read_piece(path: Path, offset: int, length: int) -> bytes:

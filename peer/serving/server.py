@@ -47,7 +47,7 @@ _TaskHandler = Callable[[Connection, Message], Coroutine[Any, Any, Message | Non
 
 
 class PeerServer:
-    """Listens from `start` to `close`, which `async with` calls; computes from `begin` on.
+    """Listens from `start` to `close`, which `async with` calls; computes from `start_service` on.
 
     Without a service it is a bootstrap. `hello` makes this peer's greetings; `port` is the port that `start` got.
     """
@@ -91,11 +91,11 @@ class PeerServer:
             self._serve,
             limits=_LIMITS,
             max_connections=self._max_connections,
-            make_room=self._end_idle_connection,
+            evict_idle=self._end_idle_connection,
         )
         self.port = self._listener.port
 
-    def begin(self, service: SpanService) -> None:
+    def start_service(self, service: SpanService) -> None:
         """Take sessions from now on."""
         service.start()
         self._service = service

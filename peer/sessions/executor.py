@@ -39,7 +39,7 @@ _NO_IDS = np.empty(0, np.int32)
 class SessionOpener(Protocol):
     """The connection that opened a session, as the session's executor sees it."""
 
-    def send(self, message: Message, *, at_once: bool = False) -> float: ...
+    def send(self, message: Message, *, flush: bool = False) -> float: ...
 
     def try_send(self, message: Message) -> None: ...
 
@@ -185,7 +185,7 @@ class SessionExecutor:
     def _submit(self, forward: Forward) -> StepJob:
         session, history = self.session, _NO_IDS
         step = _step_from(forward, session, self.engine_key, is_last=self._is_last)
-        if self._is_last and forward.sampling.looks_back:
+        if self._is_last and forward.sampling.uses_history:
             history = np.concatenate([session.history[: step.start], step.tokens])
         return self._worker.submit(
             self.engine,
@@ -234,7 +234,7 @@ class SessionExecutor:
             if self._is_last:
                 message = _output(forward, outcome.choices, trace)
             elif next_hop is not None:
-                message = forward.onward(outcome.hidden, session.dtype, trace)
+                message = forward.for_next_hop(outcome.hidden, session.dtype, trace)
             else:
                 message = Output(
                     session=forward.session,
@@ -246,7 +246,7 @@ class SessionExecutor:
                     trace=trace,
                 )
             receiver = self._opener if next_hop is None else next_hop
-            self._encode_s = receiver.send(message, at_once=outcome.batch == 1)
+            self._encode_s = receiver.send(message, flush=outcome.batch == 1)
         except SwarmError as error:
             self._on_send_failed(error, forward, next_hop)
             return False

@@ -21,15 +21,15 @@ _RETRY_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Builder:
-    """Makes segments, at most `most` at once. Both functions run in a thread of the default executor.
+class SegmentBuilder:
+    """Makes segments, at most `max_segments` at once. Both functions run in a thread of the default executor.
 
     `build` compiles an engine (seconds); `refuse` returns why there is too little memory for it, or "".
     """
 
     build: Callable[[LayerRange], Engine]
     refuse: Callable[[LayerRange], str]
-    most: int
+    max_segments: int
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class Segments:
         whole: Engine,
         *,
         entries: tuple[int, ...] = (),
-        builder: Builder | None = None,
+        builder: SegmentBuilder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.whole = whole
@@ -102,7 +102,7 @@ class Segments:
     async def _build(self, layers: LayerRange) -> _Segment:
         assert self._builder is not None  # without one there are no entries to ask for
         loop = asyncio.get_running_loop()
-        if len(self._segments) + len(self._building) > self._builder.most:
+        if len(self._segments) + len(self._building) > self._builder.max_segments:
             await loop.run_in_executor(None, self._give_up_one(layers).clear)  # freeing a graph takes long
         reason = await loop.run_in_executor(None, self._builder.refuse, layers)
         if reason:

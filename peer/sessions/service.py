@@ -33,7 +33,7 @@ from peer.config import SessionLimits
 from peer.connections.caller import Connection
 from peer.connections.next_hop import NextHops
 from peer.sessions.executor import SessionExecutor
-from peer.sessions.segments import Builder, Segments
+from peer.sessions.segments import SegmentBuilder, Segments
 from peer.sessions.table import Session, SessionTable
 from swarm.discovery.records import LEAVING, SERVING, PeerLoad
 from swarm.engine.base import Engine, Step
@@ -62,23 +62,23 @@ OnStep = Callable[[Step, StepOutcome], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serving:
-    """A loaded span, ready to serve. `kind` is the engine's name, `attends_to` as in `records.PeerRecord`.
+class ServedSpan:
+    """A loaded span, ready to serve. `engine_kind` is the engine's name, `attends_to` as in `records.PeerRecord`.
 
-    `room` holds the caches of paged engines; None: each session has a cache of its own.
-    `shares`: new sessions may adopt cached prefixes from there.
+    `block_tables` holds the caches of paged engines; None: each session has a cache of its own.
+    `shared_prefixes`: new sessions may adopt cached prefixes from there.
     `entries` and `builder` let routes enter inside the span, see `segments`.
     """
 
     manifest: Manifest
     engine: Engine
     limits: SessionLimits
-    kind: str = "stateful"
-    room: BlockTables | None = None
-    shares: bool = True
+    engine_kind: str = "stateful"
+    block_tables: BlockTables | None = None
+    shared_prefixes: bool = True
     attends_to: int = 0
     entries: tuple[int, ...] = ()
-    builder: Builder | None = None
+    builder: SegmentBuilder | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class SpanService:
 
     def __init__(
         self,
-        serving: Serving,
+        serving: ServedSpan,
         *,
         peer_id: str,
         hello: Callable[[], Hello],
@@ -120,15 +120,17 @@ class SpanService:
         # the largest step: an id of 4 bytes and a hidden state in f32 for each token
         self._max_step_bytes = MAX_STEP_TOKENS * 4 * (1 + manifest.hidden_size)
         self._table = SessionTable(serving.limits, context_length=manifest.context_length, clock=clock)
-        self._schedule: Scheduler[Any] = SerialScheduler() if serving.room is None else BatchScheduler(serving.room)
-        self._worker = Worker(self._schedule, on_failed=self._on_device_failures, clock=clock)
+        self._scheduler: Scheduler[Any] = (
+            SerialScheduler() if serving.block_tables is None else BatchScheduler(serving.block_tables)
+        )
+        self._worker = Worker(self._scheduler, on_failed=self._on_device_failures, clock=clock)
         self._segments = Segments(serving.engine, entries=serving.entries, builder=serving.builder, clock=clock)
         self._next_hops = NextHops(hello, clock=clock)
         self._layer_time = LayerTime()
         self._throughput = Throughput()
-        self._engine_kind = serving.kind
-        self._block_tables = serving.room
-        self._shares = serving.shares
+        self._engine_kind = serving.engine_kind
+        self._block_tables = serving.block_tables
+        self._shared_prefixes = serving.shared_prefixes
         self._executors: dict[str, SessionExecutor] = {}
         self._engine_key_numbers = itertools.count()
         self._leaving = False
@@ -139,7 +141,7 @@ class SpanService:
     @property
     def preempted(self) -> int:
         """How often a session lost its blocks to others."""
-        return self._schedule.preempted if isinstance(self._schedule, BatchScheduler) else 0
+        return self._scheduler.preempted if isinstance(self._scheduler, BatchScheduler) else 0
 
     @property
     def rounds(self) -> int:
@@ -164,7 +166,7 @@ class SpanService:
             ),
         )
 
-    def watched_by(self, *, on_step: OnStep, on_error: Callable[[SwarmError], None]) -> None:
+    def set_observers(self, *, on_step: OnStep, on_error: Callable[[SwarmError], None]) -> None:
         """From now on call `on_step` after each computed step, and `on_error` for each error of a step."""
         self._on_step, self._on_error = on_step, on_error
 
@@ -230,10 +232,10 @@ class SpanService:
         """In the worker's thread: open the session and adopt its cached prefix. Returns how many tokens that has."""
         engine.open(engine_key, session.max_tokens)
         opener, opened_at = session.opener, session.opened_at
-        self._schedule.add_session(engine_key, client=opener, engine=engine, opened_at=opened_at, now=self._clock())
-        if self._block_tables is None or not self._shares:
+        self._scheduler.add_session(engine_key, client=opener, engine=engine, opened_at=opened_at, now=self._clock())
+        if self._block_tables is None or not self._shared_prefixes:
             return 0
-        ids = self._block_tables.adopt(engine_key, prefix, tag=f"{session.span} {engine.numerics}".encode())
+        ids = self._block_tables.reuse_prefix(engine_key, prefix, tag=f"{session.span} {engine.numerics}".encode())
         session.history[: len(ids)] = ids
         session.length = len(ids)
         return len(ids)

@@ -55,14 +55,14 @@ class EnginePipeline:
         return len(self._sent)
 
     @property
-    def line_end(self) -> int:
+    def windows_end(self) -> int:
         return self._sent[-1][0] + len(self._sent[-1][1]) if self._sent else 0
 
     def furthest(self, length: int) -> int:
         return self._furthest(length)
 
     def send_ahead(self, start: int, tokens: Sequence[int], sampling: Sampling) -> bool:
-        assert start == (self.line_end or start)
+        assert start == (self.windows_end or start)
         self._sent.append((start, tuple(tokens)))
         self.max_windows = max(self.max_windows, len(self._sent))
         return True
@@ -112,11 +112,11 @@ async def write(
     pipeline = EnginePipeline(engine, len(prompt) + count)
     known = list(prompt)
     speculation = Speculation(pipeline, known, Sampling(), limit=len(prompt) + count - 1, guesser=guesser)  # type: ignore[arg-type]
-    pipeline.on_answer = speculation.hear
+    pipeline.on_answer = speculation.on_answer
     await speculation.next()
     started = loop.time()
     while len(known) < len(prompt) + count:
-        await speculation.go_on()
+        await speculation.send_ahead()
         await speculation.next()
     seconds = loop.time() - started
     await speculation.close()

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from export.graph.compress import Format, compress
-from export.package.from_checkpoint import Work, write_parts
+from export.package.from_checkpoint import CheckpointExport, write_parts
 from export.package.journal import Journal
 from export.package.parts import PartBuilder
 from reproduction.experiment import Log, Report, Row
@@ -30,7 +30,7 @@ def run(log: Log) -> Report:
     with scratch(cache_folder() / "reproduction", 8 * 10**9) as folder:
         log(f"writing {LAYERS} layers")
         write_checkpoint(folder / "checkpoint", LLAMA_8B, LAYERS, tokenizer)
-        work = Work.on(folder / "checkpoint", Format(weights="int4"))
+        work = CheckpointExport.open(folder / "checkpoint", Format(weights="int4"))
         nncf_seconds = _nncf(work, folder / "traced", log)
         export_seconds = _export(work, folder / "out.partial", log)
         nncf_seconds += _nncf(work, folder / "traced again", log)
@@ -50,7 +50,7 @@ def run(log: Log) -> Report:
     )
 
 
-def _export(work: Work, folder: Path, log: Log) -> list[float]:
+def _export(work: CheckpointExport, folder: Path, log: Log) -> list[float]:
     """Seconds to read, insert, compress, write, hash, compile and record each layer but the first."""
     times: list[float] = []
 
@@ -62,7 +62,7 @@ def _export(work: Work, folder: Path, log: Log) -> list[float]:
     return [after - before for before, after in pairwise(times[1:])]
 
 
-def _nncf(work: Work, folder: Path, log: Log) -> list[float]:
+def _nncf(work: CheckpointExport, folder: Path, log: Log) -> list[float]:
     builder = PartBuilder(work.decoder, work.family, folder)
     seconds: list[float] = []
     for layer in range(work.layers):

@@ -36,7 +36,7 @@ async def draft_with(
         return guesser
 
     async with client.session(max_tokens=len(client.encode(prompt)) + count) as session:
-        (opened,) = client._open.values()
+        (opened,) = client._open_sessions.values()
         opened.drafts.guesser = guesser_for  # type: ignore[method-assign]
         reply = await collect(session.stream(prompt, GenerationConfig(max_new_tokens=count, ignore_eos=True)))
     if k is None and tuner.learned is not None:

@@ -21,7 +21,7 @@ COST_SHARE = 0.2  # time of a guess as a share of the target's time for a token
 class ScriptedDraft:
     """A `client.speculation.draft.Draft` over `text`, the token ids of prompt and answer. No guesses after its end."""
 
-    silence = ""
+    off_reason = ""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ScriptedDraft:
         self._reading_s = reading_s
 
     @property
-    def unread(self) -> int:
+    def unread_tokens(self) -> int:
         return len(self._line.ids) if self._reading_s else 0
 
     def begin(self, known: Sequence[int], sampling: Sampling) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from client.config import ClientConfig
-from client.events import unheard
+from client.events import ignore_event
 from client.pipeline.connections import ConnectionPool
 from client.pipeline.pipeline import Pipeline
 from client.pipeline.planner import Planner
@@ -65,7 +65,7 @@ class Users:
             config=self._config,
             max_tokens=max_tokens,
             clock=time.monotonic,
-            on_event=unheard,
+            on_event=ignore_event,
         )
 
     async def write(self, prompt: Sequence[int], count: int) -> Written:
@@ -91,13 +91,13 @@ class Users:
         known, times, started_at = list(prompt), [], time.perf_counter()
         end = len(prompt) + count
         speculation = Speculation(pipeline, known, GREEDY, limit=end - 1, guesser=guesser)
-        pipeline.on_answer = speculation.hear
+        pipeline.on_answer = speculation.on_answer
         try:
             while len(known) < end:
                 result = await speculation.next()
                 times += [time.perf_counter()] * len(result.tokens)
                 if len(known) < end:
-                    await speculation.go_on()
+                    await speculation.send_ahead()
         finally:
             await speculation.close()
             await pipeline.close()

@@ -22,16 +22,16 @@ from client.client import SwarmClient
 from client.config import GenerationConfig
 from client.generation.generate import Piece, Reply, collect
 from client.inspector.picture import Picture
-from client.inspector.report import Inspection, inspect_swarm, measure
+from client.inspector.report import Inspection, inspect_swarm, measure_links
 from client.metrics import Metrics
-from client.options import USUAL_SESSION_TOKENS, messages, write_json
+from client.options import DEFAULT_SESSION_TOKENS, stderr_console, write_json
 from swarm import __version__
 from swarm.app.demo_model import fetch_demo_model
 from swarm.app.local_swarm import ANNOUNCED, LocalSwarm, Member
 from swarm.discovery.remote_directory import PeerDirectory, find_peers
 from swarm.engine.cache import locked
 from swarm.errors import PackageError
-from swarm.model.balance import balanced_spans, check_ways
+from swarm.model.balance import balanced_spans, check_span_count
 from swarm.model.manifest import Manifest, check_files, even_grid, load_manifest, sha256_of
 from swarm.model.numerics import Precision
 from swarm.model.spans import LayerRange
@@ -61,7 +61,7 @@ def demo(
     Everything runs on this machine and is stopped at the end.
     """
     config = GenerationConfig(max_new_tokens=max_new_tokens)
-    console = messages()
+    console = stderr_console()
     with demo_swarm(console, peers=peers, precision=precision) as (swarm, manifest):
         reply = event_loop.run(_generate_answer(swarm.addresses, manifest, prompt, config, console, stream=not as_json))
         console.print("\nstopping the peers", style="dim")
@@ -75,7 +75,7 @@ def demo(
 @contextmanager
 def demo_swarm(console: Console, *, peers: int, precision: Precision) -> Iterator[tuple[LocalSwarm, Manifest]]:
     """Serve the demo model by `peers` peers on this machine until the context ends."""
-    check_ways(GRID, peers)  # Fail before anything is downloaded.
+    check_span_count(GRID, peers)  # Fail before anything is downloaded.
     package = prepare_package(console)
     manifest = load_manifest(package)
     spans = balanced_spans(manifest, peers)
@@ -117,11 +117,11 @@ async def _inspect_route(addresses: list[str], manifest: Manifest) -> Inspection
     directory = PeerDirectory([Address.parse(text) for text in addresses], hello=client_hello())
     try:
         records = await find_peers(directory, manifest.digest, now=time.time())
-        links = await measure(records, client_hello(manifest.digest))
+        links = await measure_links(records, client_hello(manifest.digest))
     finally:
         await directory.close()
     request = RouteRequest(
-        layers=len(manifest.layers), hidden_bytes=4 * manifest.hidden_size, kv_tokens=USUAL_SESSION_TOKENS
+        layers=len(manifest.layers), hidden_bytes=4 * manifest.hidden_size, kv_tokens=DEFAULT_SESSION_TOKENS
     )
     return inspect_swarm(manifest.name, manifest.digest, records, request, links=links, now=time.time())
 

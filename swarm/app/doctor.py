@@ -18,11 +18,11 @@ from typing import Any
 
 import psutil
 
-from peer.loading.capacity import layers_that_fit, needed_bytes, usual_kv_tokens
-from swarm.discovery.remote_directory import told_on_trust
+from peer.loading.capacity import default_kv_tokens, layers_that_fit, needed_bytes
+from swarm.discovery.remote_directory import first_contact_note
 from swarm.errors import ConfigError, SwarmError
 from swarm.model.manifest import Manifest, check_files, load_manifest
-from swarm.model.memory_footprint import EMPTY_PEER_BYTES, in_words, share_of
+from swarm.model.memory_footprint import EMPTY_PEER_BYTES, default_memory_limit, format_bytes
 from swarm.model.spans import LayerRange
 from swarm.transport.address import Address
 from swarm.transport.channel import Channel
@@ -189,13 +189,13 @@ _SHOWN_PROPERTIES = {
 def check_memory() -> Finding:
     memory = psutil.virtual_memory()
     values = {"available": memory.available, "total": memory.total}
-    text = f"{in_words(memory.available)} of {in_words(memory.total)} are free"
+    text = f"{format_bytes(memory.available)} of {format_bytes(memory.total)} are free"
     if memory.available < MIN_MEMORY:
         return Finding(
             level=Level.WARN,
             topic="memory",
             text=text,
-            advice=f"a peer without layers takes {in_words(EMPTY_PEER_BYTES)}: close programs, or serve few layers",
+            advice=f"a peer without layers takes {format_bytes(EMPTY_PEER_BYTES)}: close programs, or serve few layers",
             values=values,
         )
     return Finding(level=Level.OK, topic="memory", text=text, values=values)
@@ -216,18 +216,18 @@ def check_package(package: Path) -> Iterator[Finding]:
 
 def check_fit(manifest: Manifest, memory: int | None = None) -> Finding:
     """How many layers fit into `memory` bytes, by default into the share of free memory that `swarm join` takes."""
-    room = share_of(psutil.virtual_memory().available) if memory is None else memory
-    layers, kv_tokens = len(manifest.layers), usual_kv_tokens(manifest)
+    room = default_memory_limit(psutil.virtual_memory().available) if memory is None else memory
+    layers, kv_tokens = len(manifest.layers), default_kv_tokens(manifest)
     fit = layers_that_fit(manifest, room, kv=_KV, kv_tokens=kv_tokens)
     values = {"layers": layers, "layers_that_fit": fit, "kv_tokens": kv_tokens}
-    text = f"{fit} of {layers} layers fit into {in_words(room)} with {kv_tokens} tokens of {_KV} cache"
+    text = f"{fit} of {layers} layers fit into {format_bytes(room)} with {kv_tokens} tokens of {_KV} cache"
     if fit:
         return Finding(level=Level.OK, topic="capacity", text=text, values=values)
     smallest = min(
         needed_bytes(manifest, LayerRange(layer, layer + 1), kv=_KV, kv_tokens=kv_tokens) for layer in range(layers)
     )
     advice = (
-        f"the smallest layer needs {in_words(smallest)}: free memory, allow more (--max-memory), "
+        f"the smallest layer needs {format_bytes(smallest)}: free memory, allow more (--max-memory), "
         "or serve a model with fewer bits per weight"
     )
     return Finding(level=Level.FAIL, topic="capacity", text=text, advice=advice, values=values)
@@ -275,7 +275,7 @@ async def check_peer(address: Address, listen_address: Address) -> AsyncIterator
 def check_clock(skew: float, address: Address) -> Finding:
     """Judge `skew`, the peer's clock minus this machine's, in seconds."""
     direction = "ahead of" if skew > 0 else "behind"
-    text = f"the clock of {address.place} is {abs(skew):.2f} s {direction} this machine's"
+    text = f"the clock of {address.host_port} is {abs(skew):.2f} s {direction} this machine's"
     values = {"skew_s": skew}
     if abs(skew) > MAX_SKEW_S:
         advice = f"over {MAX_SKEW_S:.0f} s the DHT refuses it: set both clocks by NTP (timedatectl set-ntp true)"
@@ -288,8 +288,8 @@ def check_clock(skew: float, address: Address) -> Finding:
 
 def _describe_peer(address: Address, peer_id: str, rtt_s: float) -> Finding:
     found = Address(address.host, address.port, peer_id)
-    known = f"it is {peer_id}, as expected" if address.peer_id else told_on_trust(found)
-    text = f"{address.place} answers in {rtt_s * 1e3:.1f} ms; {known}"
+    known = f"it is {peer_id}, as expected" if address.peer_id else first_contact_note(found)
+    text = f"{address.host_port} answers in {rtt_s * 1e3:.1f} ms; {known}"
     return Finding(level=Level.OK, topic="peer", text=text, values={"peer_id": peer_id, "rtt_s": rtt_s})
 
 

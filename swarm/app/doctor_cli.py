@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from client.options import JsonFlag, results, write_json
+from client.options import JsonFlag, stdout_console, write_json
 from swarm.app.doctor import Finding, Level, run_checks
 from swarm.process import event_loop
 from swarm.transport.address import Address
@@ -38,7 +38,7 @@ def doctor(
     """
     peers = [Address.parse(text) for text in initial_peer]
     listen_address = Address.parse(listen, any_port=True)
-    findings = event_loop.run(_collect(package, peers, listen_address, None if as_json else results()))
+    findings = event_loop.run(_collect(package, peers, listen_address, None if as_json else stdout_console()))
     if as_json:
         write_json({"findings": [asdict(finding) for finding in findings]})
     if any(finding.level is Level.FAIL for finding in findings):

@@ -16,9 +16,9 @@ from client.options import (
     DraftOption,
     JsonFlag,
     NumericsOption,
-    messages,
     parse_initial_peers,
     parse_numerics,
+    stderr_console,
     write_json,
 )
 from swarm.errors import ConfigError
@@ -42,7 +42,7 @@ def serve(
     peers: Annotated[int, typer.Option(min=1, help="Number of peers that --demo starts.")] = 3,
     listen: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 takes a free one.")
-    ] = DEFAULT_LISTEN.place,
+    ] = DEFAULT_LISTEN.host_port,
     api_key_file: Annotated[
         Path | None, typer.Option(help="A file with the accepted API keys, one on each line.")
     ] = None,
@@ -103,9 +103,9 @@ def serve(
         from swarm.app.demo import demo_swarm
 
         bind(listen_address).close()  # Fail before the start of the peers, which takes half a minute.
-        with demo_swarm(messages(), peers=peers, precision="accuracy") as (swarm, manifest):
+        with demo_swarm(stderr_console(), peers=peers, precision="accuracy") as (swarm, manifest):
             _serve([manifest.digest], parse_initial_peers(swarm.addresses), config, client_config, False, as_json)
-            messages().print("stopping the peers", style="dim")
+            stderr_console().print("stopping the peers", style="dim")
     else:
         _serve(models or [], parse_initial_peers(initial_peers or []), config, client_config, all_models, as_json)
 
@@ -121,15 +121,17 @@ def _serve(
     # Imported here: `swarm serve --help` must not wait for the web server's import.
     from client.gateway.run import run
 
-    def listening(address: Address, names: Sequence[str]) -> None:
-        url = f"http://{address.place}"
+    def on_listening(address: Address, names: Sequence[str]) -> None:
+        url = f"http://{address.host_port}"
         if as_json:
             write_json({"phase": "listening", "url": url, "models": list(names)}, indent=None)
             return
-        console = messages()
+        console = stderr_console()
         console.print(
             f"{', '.join(names) or 'no model yet'}: a page at {url}, OpenAI's API at {url}/v1", soft_wrap=True
         )
         typer.echo(url)
 
-    event_loop.run(run(models, initial_peers, config, client_config=client_config, follow=follow, listening=listening))
+    event_loop.run(
+        run(models, initial_peers, config, client_config=client_config, follow=follow, on_listening=on_listening)
+    )

@@ -97,7 +97,7 @@ def import_hivemind() -> Hivemind:
     )
 
 
-AskAgain = Callable[[], Awaitable[Sequence[str]]]
+FindNodes = Callable[[], Awaitable[Sequence[str]]]
 """Finds the multiaddresses of nodes that answer now; none where that fails."""
 
 
@@ -145,18 +145,18 @@ class HivemindDirectory:
         port: int,
         announce_hosts: Sequence[str],
         initial: Sequence[str] = (),
-        patience_s: float = _JOIN_TIMEOUT_S,
-        ask_again: AskAgain | None = None,
+        join_timeout_s: float = _JOIN_TIMEOUT_S,
+        find_other_nodes: FindNodes | None = None,
         say: Callable[[str], None] = _log.info,
     ) -> HivemindDirectory:
         """Listen at TCP `host`:`port` (0 for a free port) and join the nodes at the multiaddresses `initial`.
 
-        While none of them answers, `ask_again` is called for other nodes. Without `initial` this is the first
+        While none of them answers, `find_other_nodes` is called for other nodes. Without `initial` this is the first
         node of a new DHT. `announce_hosts` are the names or IPs at which others reach this machine; by default those
         of its interfaces.
 
         Raises AddressError for a malformed address; DirectoryError where the daemon does not start, where no node
-        answers within `patience_s`, or where the clocks differ by more than 3 s.
+        answers within `join_timeout_s`, or where the clocks differ by more than 3 s.
         """
         initial_nodes = _by_libp2p_id(initial)
         loop = asyncio.get_running_loop()
@@ -174,7 +174,7 @@ class HivemindDirectory:
             directory._node = await directory._open_node()
             directory.addresses = await directory._node.addresses(directory._announce)
             if initial_nodes:
-                await directory._join_initial(directory._node, patience_s, ask_again)
+                await directory._join_initial(directory._node, join_timeout_s, find_other_nodes)
         except BaseException:
             await directory.close()
             raise
@@ -242,8 +242,8 @@ class HivemindDirectory:
             await daemon.kill_and_wait()
             raise
 
-    async def _join_initial(self, node: Node, patience_s: float, ask_again: AskAgain | None) -> None:
-        deadline = time.monotonic() + patience_s
+    async def _join_initial(self, node: Node, join_timeout_s: float, find_other_nodes: FindNodes | None) -> None:
+        deadline = time.monotonic() + join_timeout_s
         attempt = 0
         while problems := await self._join(node, self._initial):
             if len(problems) < len(self._initial):
@@ -255,8 +255,8 @@ class HivemindDirectory:
             self._say_once(f"no node of the DHT answers yet ({listed}); trying again")
             await asyncio.sleep(pause)
             attempt += 1
-            if ask_again is not None:
-                self._initial = _by_libp2p_id(await ask_again()) or self._initial
+            if find_other_nodes is not None:
+                self._initial = _by_libp2p_id(await find_other_nodes()) or self._initial
 
     async def _join(self, node: Node, nodes: dict[str, list[str]]) -> dict[str, str]:
         """Join all `nodes` at once. Returns the problems by libp2p id. Raises DirectoryError where clocks differ."""

@@ -67,7 +67,7 @@ class NoticeValidator:
     def __init__(self, key_of: Callable[[str], bytes]) -> None:
         self._key_of = key_of
         # Look-ups return the same notices repeatedly, and checking a signature costs 0.1 ms of the event loop.
-        self._parse = functools.lru_cache(maxsize=512)(Notice.unseal)
+        self._parse = functools.lru_cache(maxsize=512)(Notice.parse)
 
     def validate(self, record: Any) -> bool:
         """True for a validly signed notice under its own topic and subkey, with its own expiry.
@@ -249,7 +249,7 @@ class Node:
         key = self._hive.DHTID.generate(source=notice.topic)
         # The adjacent id leads to the same nodes, without transferring the topic's notices.
         nodes, _ = await self._look_up(self._hive.DHTID(int(key) ^ 1))
-        value = pack(notice.sealed)
+        value = pack(notice.signed_bytes)
         self._dht.protocol.storage.store_subkey(key, notice.subkey, value, notice.expires_at)
         answers = await asyncio.gather(
             *(

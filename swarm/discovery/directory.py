@@ -31,16 +31,16 @@ class Notice:
     author: str
     body: bytes
     expires_at: float
-    sealed: bytes
+    signed_bytes: bytes
 
     @classmethod
-    def seal(cls, identity: Identity, *, topic: str, body: bytes, expires_at: float, label: str = "") -> Notice:
+    def sign(cls, identity: Identity, *, topic: str, body: bytes, expires_at: float, label: str = "") -> Notice:
         """Sign `body`. An author has one notice for each (topic, label). Raises DirectoryError if it is too long."""
         statement = msgpack.packb([topic, label, body, expires_at])
-        return cls.unseal(msgpack.packb([identity.public_key, identity.sign(statement), statement]))
+        return cls.parse(msgpack.packb([identity.public_key, identity.sign(statement), statement]))
 
     @classmethod
-    def unseal(cls, raw: bytes) -> Notice:
+    def parse(cls, raw: bytes) -> Notice:
         """Read untrusted bytes. Raises DirectoryError where they are malformed or the signature is wrong."""
         if len(raw) > MAX_NOTICE_BYTES:
             raise DirectoryError(f"a notice of {len(raw)} bytes is over the limit of {MAX_NOTICE_BYTES}")
@@ -62,7 +62,9 @@ class Notice:
         ):
             raise DirectoryError("a notice has a field of the wrong type")
         author = peer_id_of(key)
-        return cls(topic=topic, subkey=f"{author}{label}", author=author, body=body, expires_at=expires_at, sealed=raw)
+        return cls(
+            topic=topic, subkey=f"{author}{label}", author=author, body=body, expires_at=expires_at, signed_bytes=raw
+        )
 
     def is_current(self, now: float) -> bool:
         return now < self.expires_at <= now + MAX_TTL_S

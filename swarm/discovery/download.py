@@ -168,7 +168,7 @@ class _Source:
             if self.failure:
                 raise PeerError(f"{self} is no longer a source: {self.failure}", peer=self.record.peer_id)
             if self._channel is None:
-                self._channel = await Channel.open(self.record.places, self._hello)
+                self._channel = await Channel.open(self.record.pinned_addresses, self._hello)
                 if self.failure:  # it was closed while the channel was opened
                     await self.close(self.failure)
                     raise PeerError(f"{self} is no longer a source: {self.failure}", peer=self.record.peer_id)

@@ -105,7 +105,7 @@ class PeerRecord:
     work: PeerLoad | None = None
 
     @property
-    def places(self) -> tuple[Address, ...]:
+    def pinned_addresses(self) -> tuple[Address, ...]:
         """The addresses at which the peer listens, each pinned to its id; addresses of other ids are left out."""
         return tuple(
             replace(address, peer_id=self.peer_id)
@@ -113,8 +113,8 @@ class PeerRecord:
             if address.peer_id in ("", self.peer_id)
         )
 
-    def seal(self, identity: Identity) -> Notice:
-        return Notice.seal(identity, topic=self.model, body=_pack(self.to_plain()), expires_at=self.expires_at)
+    def sign(self, identity: Identity) -> Notice:
+        return Notice.sign(identity, topic=self.model, body=_pack(self.to_plain()), expires_at=self.expires_at)
 
     def to_plain(self) -> dict[str, Any]:
         """A dictionary of msgpack and JSON types only."""
@@ -202,9 +202,9 @@ class ModelRecord:
     kv_layer_elements: int
     expires_at: float
 
-    def seal(self, identity: Identity) -> Notice:
+    def sign(self, identity: Identity) -> Notice:
         body = _pack(asdict(self))
-        return Notice.seal(identity, topic=MODELS_TOPIC, body=body, expires_at=self.expires_at, label=self.digest)
+        return Notice.sign(identity, topic=MODELS_TOPIC, body=body, expires_at=self.expires_at, label=self.digest)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> ModelRecord:

@@ -166,7 +166,7 @@ class PeerDirectory:
         notices = []
         for raw in raw_notices:
             try:
-                notices.append(Notice.unseal(raw))
+                notices.append(Notice.parse(raw))
             except DirectoryError as error:
                 _log.info("a notice on %s is left out: %s", topic[:12], error)
         return current_notices((notice for notice in notices if notice.topic == topic), self._clock())
@@ -174,7 +174,7 @@ class PeerDirectory:
     def _add_known(self, records: Iterable[PeerRecord]) -> None:
         for record in records:
             self._known.pop(record.peer_id, None)
-            if addresses := record.places:
+            if addresses := record.pinned_addresses:
                 self._known[record.peer_id] = addresses
         self._known = dict(list(self._known.items())[-_MAX_PEERS:])
 
@@ -194,9 +194,9 @@ async def _cancel_all(running: Iterable[asyncio.Task[Channel]]) -> None:
             await result.close()
 
 
-def told_on_trust(address: Address) -> str:
+def first_contact_note(address: Address) -> str:
     """The message to the user about an address in `PeerDirectory.trusted`."""
-    return f"{address.place} was taken on trust; write it as {address} to accept no other peer there"
+    return f"{address.host_port} was taken on trust; write it as {address} to accept no other peer there"
 
 
 async def find_model(

@@ -14,7 +14,7 @@ import openvino as ov
 from swarm.engine.cache import discard, discard_if_damaged, entry_path, evict, locked, seal
 from swarm.errors import ConfigError, EngineError
 from swarm.model.numerics import PRECISIONS, Numerics
-from swarm.process.priority import low_priority
+from swarm.process.priority import run_at_low_priority
 
 EXACT = Numerics(inference="f32", kv="f32")
 STATEFUL_ATTENTION, PAGED_ATTENTION = "ScaledDotProductAttention", "PagedAttention"
@@ -68,7 +68,7 @@ def compile_span(
         return _compile_cached(core, model, device, properties, cache_dir, cache_key)
 
     try:
-        compiled = low_priority(compiled_model)  # OpenVINO's threads start here
+        compiled = run_at_low_priority(compiled_model)  # OpenVINO's threads start here
     except RuntimeError as error:
         raise EngineError(f"{device} cannot compile {model.get_friendly_name()}: {_reason(error)}") from error
     span = CompiledSpan(model=compiled, numerics=_numerics(compiled, precision), device=device)

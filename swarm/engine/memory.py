@@ -15,7 +15,7 @@ _MADV_DONTNEED = 4
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r--[sp] \S+ \S+ \S+\s+(/.*)")
 
 
-def one_heap() -> None:
+def share_one_heap() -> None:
     """Let all threads of this process share one heap. Call it before starting other threads.
 
     By default glibc gives each thread its own heap. Memory of the thread that compiled a graph would stay allocated

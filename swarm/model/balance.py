@@ -19,7 +19,7 @@ _BITS = {"int4": 5.0, "int8": 8.2, "f16": 16.0, "bf16": 16.0}
 _OTHER_BITS = 32.0
 
 
-def work(manifest: Manifest, span: LayerRange) -> float:
+def span_cost(manifest: Manifest, span: LayerRange) -> float:
     """The cost of one token over `span`, in layers of the model. All experts of a layer count."""
     return len(span) + (head_cost_in_layers(manifest) if span.last == manifest.span.last else 0.0)
 
@@ -42,14 +42,14 @@ def balanced_spans(manifest: Manifest, count: int, grid: Sequence[int] | None = 
     Raises ConfigError where the grid has too few boundaries.
     """
     boundaries = tuple(grid or manifest.grid)
-    check_ways(boundaries, count)
+    check_span_count(boundaries, count)
     # best[i]: the best cut of the layers before boundaries[i], as (largest cost, sum of squared costs, its boundaries).
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (boundaries[0],))}
     for _ in range(count):
         longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
         for (i, (largest, squares, cuts)), j in itertools.product(best.items(), range(1, len(boundaries))):
             if i < j:
-                cost = work(manifest, LayerRange(boundaries[i], boundaries[j]))
+                cost = span_cost(manifest, LayerRange(boundaries[i], boundaries[j]))
                 cut = (max(largest, cost), squares + cost * cost, (*cuts, boundaries[j]))
                 longer[j] = min(longer.get(j, cut), cut)
         best = longer
@@ -57,7 +57,7 @@ def balanced_spans(manifest: Manifest, count: int, grid: Sequence[int] | None = 
     return [LayerRange(first, last) for first, last in itertools.pairwise(cuts)]
 
 
-def check_ways(grid: Sequence[int], count: int) -> None:
+def check_span_count(grid: Sequence[int], count: int) -> None:
     """Raises ConfigError where `grid` cannot be cut into `count` spans."""
     if not 1 <= count < len(grid):
         raise ConfigError(f"{count} peers cannot share this model: its grid allows 1 to {len(grid) - 1}")

@@ -115,7 +115,7 @@ class StaticSpec:
                 raise PackageError(f"static graphs: {name} is {value}; {minimum} to {maximum} are possible")
 
     @property
-    def reach(self) -> int:
+    def window(self) -> int:
         """The sliding window: the latest positions that are attended to, besides the sinks."""
         return self.context - self.sinks
 

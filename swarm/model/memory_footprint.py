@@ -24,7 +24,7 @@ EMPTY_PEER_BYTES = 160_000_000
 """Measured: Python with a DHT node 90 MB, OpenVINO and its plugin 60 MB."""
 MEMORY_SHARE = 0.7
 """A peer's default share of the memory that is free at its start."""
-USUAL_KV_TOKENS = 2048
+DEFAULT_KV_TOKENS = 2048
 """Default for the cached tokens that must fit beside a span."""
 KV_GROWTH = 2.0
 # Bytes of a stored number. u8 adds a scale and a zero point: 8 bytes for each head of 64 or more.
@@ -89,9 +89,9 @@ def kv_token_bytes(manifest: Manifest, span: LayerRange, kv: str) -> int:
     return kv_bytes(manifest.kv_elements(span), kv) + attention_bytes(manifest.hidden_size)
 
 
-def usual_kv_tokens(manifest: Manifest, wanted: int | None = None) -> int:
+def default_kv_tokens(manifest: Manifest, wanted: int | None = None) -> int:
     """The cached tokens that must fit beside a span: `wanted`, or the default, at most the context length."""
-    return min(wanted or USUAL_KV_TOKENS, manifest.context_length)
+    return min(wanted or DEFAULT_KV_TOKENS, manifest.context_length)
 
 
 def needed_bytes(manifest: Manifest, span: LayerRange, *, kv: str, kv_tokens: int, graphs: int = 1) -> int:
@@ -114,15 +114,15 @@ def layers_that_fit(manifest: Manifest, memory: int, *, kv: str, kv_tokens: int)
     return longest
 
 
-def share_of(available: int) -> int:
+def default_memory_limit(available: int) -> int:
     """The default memory limit of a peer where `available` bytes are free."""
     return int(available * MEMORY_SHARE)
 
 
-def in_words(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Format a number of bytes for people.
 
-    >>> in_words(2_700_000)
+    >>> format_bytes(2_700_000)
     '2.7 MB'
     """
     value = float(size)

@@ -42,7 +42,7 @@ def lower_priority() -> None:
     _set_time_slice(_DEFAULT_SLICE_NS)
 
 
-def low_priority(function: Callable[[], T]) -> T:
+def run_at_low_priority(function: Callable[[], T]) -> T:
     """Run `function()` in a new thread of low priority. The threads that it starts keep that priority."""
     return run_in_own_thread(function, lower_priority)
 

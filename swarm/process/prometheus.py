@@ -36,7 +36,7 @@ class ScrapeCollector(Collector):
         return []  # Without it, registration would call `collect`.
 
 
-class ScrapePage:
+class MetricsServer:
     """Serves the result of `page` for each request. A request may take at most five seconds."""
 
     def __init__(self, page: Callable[[], bytes]) -> None:
@@ -56,7 +56,7 @@ class ScrapePage:
         except OSError as error:
             hint = "; choose another with --metrics HOST:PORT" if error.errno == errno.EADDRINUSE else ""
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-            raise ConfigError(f"metrics cannot be served at {address.place}: {reason}{hint}") from error
+            raise ConfigError(f"metrics cannot be served at {address.host_port}: {reason}{hint}") from error
 
     async def close(self) -> None:
         """Stop listening. Idempotent; does not wait for running requests."""

@@ -110,7 +110,7 @@ def _plan(
     current: Route | None = None,
 ) -> Plan:
     reserved = current.peer_ids if current else ()
-    usable, left_out = sift(records, request, links=links, now=now, banned=banned, reserved=reserved)
+    usable, left_out = filter_records(records, request, links=links, now=now, banned=banned, reserved=reserved)
     costs = RouteCosts(request, links)
     candidates = _candidates(usable, costs, current)
     found = [(candidate, costs.route(candidate.path.hops)) for candidate in candidates if candidate.path]
@@ -132,7 +132,7 @@ def _plan(
     )
 
 
-def sift(
+def filter_records(
     records: Iterable[PeerRecord],
     request: RouteRequest,
     *,

@@ -91,7 +91,7 @@ class HopCost:
     entry_s: float
 
     @property
-    def total(self) -> float:
+    def total_s(self) -> float:
         return self.latency_s + self.transfer_s + self.busy_s
 
     @property
@@ -132,7 +132,7 @@ class Route:
     @property
     def step_s(self) -> float:
         """Seconds of one step from the client through all hops and back."""
-        return sum(hop.cost.total for hop in self.hops) + self.return_s
+        return sum(hop.cost.total_s for hop in self.hops) + self.return_s
 
     @property
     def slowest_s(self) -> float:

@@ -96,7 +96,7 @@ class RouteCosts:
             planned.append(HopPlan(record=record, span=span, relayed=link.relayed, cost=cost))
         numerics = {hop.record.numerics for hop in planned}
         return_s = self.return_s(hops[-1][0])
-        step_s = sum(hop.cost.total for hop in planned) + return_s
+        step_s = sum(hop.cost.total_s for hop in planned) + return_s
         slowest_s = max(hop.cost.stage_s for hop in planned)
         return Route(
             hops=tuple(planned),

@@ -50,12 +50,12 @@ class Address:
         return cls(bare, int(port_text), peer_id)
 
     @property
-    def place(self) -> str:
+    def host_port(self) -> str:
         """HOST:PORT without the peer id."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def __str__(self) -> str:
-        return self.place + (f"#{self.peer_id}" if self.peer_id else "")
+        return self.host_port + (f"#{self.peer_id}" if self.peer_id else "")
 
 
 def _wrong(text: str, reason: str) -> AddressError:

@@ -111,11 +111,11 @@ class Channel:
         finally:
             del self._pending[number]
 
-    def send(self, message: Message, *, at_once: bool = False) -> float:
+    def send(self, message: Message, *, flush: bool = False) -> float:
         """See `Stream.send`. Raises the error that ended the connection, if it has ended."""
         if self._close_error is not None:
             raise self._close_error
-        return self._stream.send(message, at_once=at_once)
+        return self._stream.send(message, flush=flush)
 
     async def drain(self) -> None:
         """See `Stream.drain`."""

@@ -120,7 +120,7 @@ class Identity:
 
 
 @contextlib.contextmanager
-def held_identity(path: Path) -> Iterator[Identity]:
+def locked_identity(path: Path) -> Iterator[Identity]:
     """Lock the key at `path` for this process until the block ends, so that two peers never share an id.
 
     Raises ConfigError if another running process has locked it.
@@ -135,12 +135,12 @@ def held_identity(path: Path) -> Iterator[Identity]:
 
 
 @contextlib.contextmanager
-def held_default_identity(folder: Path) -> Iterator[Identity]:
+def locked_default_identity(folder: Path) -> Iterator[Identity]:
     """Lock the first key in `folder` that no running process has locked: a restarted peer gets its id again."""
     with contextlib.ExitStack() as stack:
         for slot in range(_MAX_IDENTITIES):
             try:
-                identity = stack.enter_context(held_identity(folder / f"identity-{slot}.pem"))
+                identity = stack.enter_context(locked_identity(folder / f"identity-{slot}.pem"))
             except ConfigError as error:
                 if isinstance(error.__cause__, BlockingIOError):
                     continue

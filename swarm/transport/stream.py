@@ -30,7 +30,7 @@ from swarm.transport.identity import Identity
 from swarm.transport.limits import DEFAULT_LIMITS, Limits
 from swarm.transport.listener import Listener, bind
 from swarm.transport.tls import accept_tls, connect_tls, peer_context
-from swarm.wire.failures import error_to_failure, failure_to_error, fault_of
+from swarm.wire.failures import as_peer_error, error_to_failure, failure_to_error
 from swarm.wire.message import Message
 from swarm.wire.messages import Failure, Hello
 from swarm.wire.protocol import Connection, Role, ends_connection
@@ -74,10 +74,10 @@ class Stream(asyncio.Protocol):
 
     # ── for the program ──
 
-    def send(self, message: Message, *, at_once: bool = False) -> float:
+    def send(self, message: Message, *, flush: bool = False) -> float:
         """Queue `message` without waiting and return the seconds that encoding took. Its arrays may then be reused.
 
-        Small messages of one turn of the event loop are sent together. `at_once` sends immediately: use it if no
+        Small messages of one turn of the event loop are sent together. `flush` sends immediately: use it if no
         other message follows in this turn. Raises PeerLost if the connection has ended, PeerStalled if too much is
         unsent (the connection is aborted), LocalProtocolError if this side may not send `message` in this state.
         """
@@ -88,11 +88,11 @@ class Stream(asyncio.Protocol):
         size = sum(map(len, buffers))
         if size <= _MAX_SMALL_MESSAGE:
             # Other messages of this turn of the event loop join it: small steps of many sessions in one TLS record.
-            if not self._outbox and not at_once:
+            if not self._outbox and not flush:
                 asyncio.get_running_loop().call_soon(self._flush)
             for buffer in buffers:
                 self._outbox += buffer
-            if at_once or len(self._outbox) > _MAX_COALESCED:
+            if flush or len(self._outbox) > _MAX_COALESCED:
                 self._flush()
         else:
             self._flush()
@@ -262,10 +262,10 @@ async def connect(address: Address, hello: Hello, *, timeout: float = 5.0, limit
     except PeerLost as error:
         raise _unreachable(address, "closed the connection before its Hello") from error
     except SwarmError as error:  # The peer chooses the code of its Failure.
-        raise fault_of(stream.peer_id, error, RemoteProtocolError) from None
+        raise as_peer_error(stream.peer_id, error, RemoteProtocolError) from None
     finally:
         if not hasattr(stream, "hello"):
-            stream.abort(PeerLost(f"connecting to {address.place} failed"))
+            stream.abort(PeerLost(f"connecting to {address.host_port} failed"))
     return stream
 
 
@@ -311,12 +311,12 @@ async def _open_connection(address: Address, stream: Stream) -> None:
         reason = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
         raise _unreachable(address, f"cannot be reached ({reason})") from error
     if address.peer_id and address.peer_id != stream.peer_id:
-        text = f"{address.place} is peer {stream.peer_id}, not {address.peer_id}: check the address"
+        text = f"{address.host_port} is peer {stream.peer_id}, not {address.peer_id}: check the address"
         raise WrongPeer(text, peer=address.peer_id)
 
 
 def _unreachable(address: Address, what: str) -> PeerUnreachable:
-    return PeerUnreachable(f"{address.place} {what}", peer=address.peer_id)
+    return PeerUnreachable(f"{address.host_port} {what}", peer=address.peer_id)
 
 
 async def listen(
@@ -328,15 +328,15 @@ async def listen(
     *,
     limits: Limits = DEFAULT_LIMITS,
     max_connections: int = MAX_CONNECTIONS,
-    make_room: Callable[[Stream], bool] = lambda _: False,
+    evict_idle: Callable[[Stream], bool] = lambda _: False,
 ) -> Listener:
     """Listen on HOST:PORT (port 0: any free one), answer each caller's Hello with `hello()`, then run `handle`.
 
     A connection ends when its `handle` returns or raises. A SwarmError is sent to the caller as a Failure. Any other
     exception is a bug: it is logged and sent as `peer_failed`. Over `max_connections`, a caller gets `peer_busy`,
-    unless `make_room` ended another connection and returns True. Raises ConfigError if the port cannot be bound.
+    unless `evict_idle` ended another connection and returns True. Raises ConfigError if the port cannot be bound.
     """
-    handler = _ConnectionHandler(peer_context(identity), hello, handle, limits, max_connections, make_room)
+    handler = _ConnectionHandler(peer_context(identity), hello, handle, limits, max_connections, evict_idle)
     # A caller that gets `peer_busy` needs a connection for it.
     return Listener(await bind(host, port), handler.serve, 2 * max_connections)
 
@@ -350,7 +350,7 @@ class _ConnectionHandler:
     handle: Callable[[Stream], Awaitable[None]]
     limits: Limits
     max_connections: int
-    make_room: Callable[[Stream], bool]
+    evict_idle: Callable[[Stream], bool]
 
     async def serve(self, accepted: socket.socket, open_connections: int) -> None:
         stream = Stream(Role.PEER, self.limits)
@@ -383,7 +383,7 @@ class _ConnectionHandler:
 
     def _admit(self, stream: Stream, open_connections: int) -> None:
         theirs, mine = stream.hello, self.hello()
-        if open_connections > self.max_connections and not self.make_room(stream):
+        if open_connections > self.max_connections and not self.evict_idle(stream):
             raise PeerBusy(f"all {self.max_connections} connections are taken", retry_after=_BUSY_RETRY_S)
         if theirs.role == "client" and theirs.model and mine.model and theirs.model != mine.model:
             raise PeerFailed(f"this peer serves model {mine.model[:12]}, not {theirs.model[:12]}")

@@ -63,7 +63,7 @@ def failure_to_error(failure: Failure, sender: str) -> SwarmError:
     return kind(text)
 
 
-def fault_of(peer: str, error: SwarmError, *unchanged: type[SwarmError]) -> SwarmError:
+def as_peer_error(peer: str, error: SwarmError, *unchanged: type[SwarmError]) -> SwarmError:
     """Return `error` if it is a PeerError or one of `unchanged`, else a PeerFailed of `peer` with the same text.
 
     A peer chooses the code of its answer. With this, no code makes its failure look like an error of this program.

@@ -251,7 +251,7 @@ class Forward(Message):
         check(isinstance(self.sampling, Sampling), self, "sampling")
         check(len(self.trace) <= MAX_HOPS, self, "trace")
 
-    def onward(self, hidden: Hidden | None, dtype: str, trace: tuple[HopTrace, ...]) -> Forward:
+    def for_next_hop(self, hidden: Hidden | None, dtype: str, trace: tuple[HopTrace, ...]) -> Forward:
         """A copy with this hop's results, for the next hop.
 
         Skips the checks that passed on receipt: this runs for each token on each hop. Raises LocalProtocolError if

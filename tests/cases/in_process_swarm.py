@@ -22,7 +22,7 @@ from peer.config import SessionLimits
 from peer.loading.self_test import SelfTest
 from peer.serving.queries import QueryHandler, SharedFiles
 from peer.serving.server import PeerServer
-from peer.sessions.service import Serving, SpanService
+from peer.sessions.service import ServedSpan, SpanService
 from swarm.discovery.directory import MemoryDirectory
 from swarm.engine.base import Step
 from swarm.engine.choice import EngineKind, open_chosen_engine
@@ -81,8 +81,12 @@ class InProcessSwarm:
 
 
 def _is_idle(service: SpanService) -> bool:
-    load, schedule = service.load(), service._schedule
-    scheduled = (schedule._sequences, schedule._served, schedule._due) if isinstance(schedule, BatchScheduler) else ()
+    load, scheduler = service.load(), service._scheduler
+    scheduled = (
+        (scheduler._sequences, scheduler._served_tokens, scheduler._pending)
+        if isinstance(scheduler, BatchScheduler)
+        else ()
+    )
     users = [hop.users for hop in service._next_hops._hops.values()]
     assert load.work is not None
     return not any((load.sessions, load.queue, load.work.blocks_used, service._executors, *scheduled, *users))
@@ -137,11 +141,11 @@ async def start_peers(
             paged = isinstance(engine, PagedEngine)
             if isinstance(engine, PagedEngine) and spill is not None:
                 engine.store.spill_to(Spill(spill, max_bytes=10_000_000))
-            serving = Serving(
+            serving = ServedSpan(
                 manifest=manifest,
                 engine=engine,
                 limits=SessionLimits(kv_total=kv_tokens, reserves=not paged),
-                room=engine.store.tables if isinstance(engine, PagedEngine) else None,
+                block_tables=engine.store.tables if isinstance(engine, PagedEngine) else None,
             )
             identity = Identity.generate()
 
@@ -152,7 +156,7 @@ async def start_peers(
             server = await stack.enter_async_context(
                 PeerServer(identity=identity, hello=hello, query_handler=QueryHandler(hello=hello))
             )
-            server.begin(service)
+            server.start_service(service)
             await server.start("127.0.0.1", 0)
             announcement = Announcement.of(
                 serving,
@@ -164,7 +168,7 @@ async def start_peers(
             )
             record = announcement.record(service.load(), name=f"peer-{number}", addresses=[f"127.0.0.1:{server.port}"])
             now = time.time()
-            await swarm.directory.publish(replace(record, announced_at=now, expires_at=now + 250).seal(identity))
+            await swarm.directory.publish(replace(record, announced_at=now, expires_at=now + 250).sign(identity))
             swarm.services.append(service)
             swarm.servers.append(server)
         yield swarm

@@ -19,12 +19,12 @@ from swarm.transport.address import Address
 from swarm.transport.channel import Channel
 from swarm.transport.hello import client_hello
 from swarm.wire.messages import OpenSession, SessionOpened
-from tests.harness import PATIENCE_S, family_of, still_running, wait_until
+from tests.harness import MAX_WAIT_S, process_tree, still_running, wait_until
 
 T = TypeVar("T")
 
 
-async def eventually(condition: Callable[[], Awaitable[T]], description: str, timeout: float = PATIENCE_S) -> T:
+async def eventually(condition: Callable[[], Awaitable[T]], description: str, timeout: float = MAX_WAIT_S) -> T:
     """The first true value of `condition`. Fails with `description` after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not (value := await condition()):
@@ -92,7 +92,7 @@ def wait_for_exit(member: Member) -> int:
 
     def ended() -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):
-            processes.update(family_of(member))
+            processes.update(process_tree(member))
         return not member.alive
 
     wait_until(ended, f"{member.name} has ended")

@@ -31,7 +31,7 @@ class Hop:
         address = dataclasses.replace(Address.parse(record.addresses[0]), peer_id=record.peer_id)
         stream = await connect(address, client_hello(record.model))
         caller = Caller()
-        caller.channel = Channel(stream, on_message=caller._hear, on_lost=caller._lose)
+        caller.channel = Channel(stream, on_message=caller._on_message, on_lost=caller._on_lost)
         return cls(record, stream, caller)
 
     async def link(self, next_hop: Hop, session: str) -> None:

@@ -24,9 +24,9 @@ from client.generation.chat import ChatSession
 from client.generation.generate import Piece
 from swarm.errors import NotCovered
 from swarm.model.manifest import load_manifest
-from tests.cases.town import EventLog, House, Town, peer_names, stopped, town_in
+from tests.cases.peer_set import EventLog, PeerSet, PeerSpec, open_peer_set, peer_names, stopped
 from tests.conftest import ChatIds, GreedyReference
-from tests.harness import PATIENCE_S, ROOT, run_swarm, swarm_command, wait_until
+from tests.harness import MAX_WAIT_S, ROOT, run_swarm, swarm_command, wait_until
 
 PROMPT = "Name three things that bees do."
 COUNTING = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16,"  # The model continues it until it is stopped.
@@ -34,9 +34,9 @@ MIDDLE = "11:15"  # The shortest span: it is started most often.
 
 
 @pytest.fixture(scope="module")
-def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    with town_in(tmp_path_factory.mktemp("peers")) as town:
-        yield town
+def peer_set(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeerSet]:
+    with open_peer_set(tmp_path_factory.mktemp("peers")) as peer_set:
+        yield peer_set
 
 
 @pytest.fixture(scope="module")
@@ -47,23 +47,23 @@ def digest(smollm2_package: Path) -> str:
 class ThreeStages:
     """Peers `first` and `last`, and a number of peers for the middle."""
 
-    def __init__(self, town: Town, package: Path) -> None:
-        self.town = town
-        self.first = House("first", "0:11", package)
-        self.last = House("last", "15:30", package)
+    def __init__(self, peer_set: PeerSet, package: Path) -> None:
+        self.peer_set = peer_set
+        self.first = PeerSpec("first", "0:11", package)
+        self.last = PeerSpec("last", "15:30", package)
         options = ("--kv-tokens", "2048")  # Less than the others: a client that finds one full takes the next.
-        self.middles = [House(f"middle-{letter}", MIDDLE, package, options) for letter in "abc"]
+        self.middles = [PeerSpec(f"middle-{letter}", MIDDLE, package, options) for letter in "abc"]
 
-    def serve(self, middles: int) -> list[House]:
+    def serve(self, middles: int) -> list[PeerSpec]:
         """Have exactly `middles` peers serve the middle; returns them."""
-        chosen = self.town.pick(self.middles, middles)
-        self.town.populate(self.first, *chosen, self.last)
+        chosen = self.peer_set.pick(self.middles, middles)
+        self.peer_set.start_exactly(self.first, *chosen, self.last)
         return chosen
 
 
 @pytest.fixture
-def stages(town: Town, smollm2_package: Path) -> ThreeStages:
-    return ThreeStages(town, smollm2_package)
+def stages(peer_set: PeerSet, smollm2_package: Path) -> ThreeStages:
+    return ThreeStages(peer_set, smollm2_package)
 
 
 def exactly(tokens: int) -> GenerationConfig:
@@ -80,7 +80,7 @@ def text_of(pieces: Sequence[Piece]) -> str:
 
 async def connect(stages: ThreeStages, digest: str, event_log: EventLog, **options: Any) -> SwarmClient:
     return await SwarmClient.connect(
-        digest, initial_peers=stages.town.addresses, config=ClientConfig(**options), on_event=event_log.on_event
+        digest, initial_peers=stages.peer_set.addresses, config=ClientConfig(**options), on_event=event_log.on_event
     )
 
 
@@ -104,7 +104,7 @@ def test_a_stopped_peer_is_replaced_and_another_session_is_not_affected(
 
     async def scenario() -> None:
         async with (
-            asyncio.timeout(PATIENCE_S),
+            asyncio.timeout(MAX_WAIT_S),
             await connect(stages, digest, event_log, step_floor_s=2.0) as client,
             contextlib.AsyncExitStack() as stack,
         ):
@@ -119,7 +119,7 @@ def test_a_stopped_peer_is_replaced_and_another_session_is_not_affected(
                     async for piece in answer:
                         ids.extend(piece.token_ids)
                         if len(ids) == 10:
-                            stop.enter_context(stopped(stages.town[victim]))
+                            stop.enter_context(stopped(stages.peer_set[victim]))
                 finished.set()
                 answers = await others
             assert piece.metrics is not None
@@ -127,7 +127,7 @@ def test_a_stopped_peer_is_replaced_and_another_session_is_not_affected(
             assert piece.metrics.repairs == 1
             assert peer_names(interrupted.route) == peer_names(other_route)
             (repair,) = event_log.of(Stage.REPAIRING)
-            assert stages.town[victim].address.partition("#")[2][:8] in repair.text
+            assert stages.peer_set[victim].address.partition("#")[2][:8] in repair.text
             assert len(answers) > 1, "the other session stood still"
             assert all(answer == expected for answer in answers)
             assert other_chat.route == other_route
@@ -176,7 +176,7 @@ def test_a_peer_killed_during_decode_is_replaced_and_the_text_is_exact(
             async for piece in answer:
                 pieces.append(piece)
                 if len(pieces) == 20:
-                    stages.town[event_log.routes[-1][1]].kill()
+                    stages.peer_set[event_log.routes[-1][1]].kill()
             assert text_of(pieces) == client.tokenizer.decode(tokens_of(pieces))
         return pieces
 
@@ -192,7 +192,7 @@ def test_a_peer_killed_during_prefill_is_replaced_and_the_text_is_exact(
 
     def kill(event: Event) -> None:
         if event.stage is Stage.PREFILL and event.done > event.total // 3 and len(event_log.routes) == 1:
-            stages.town[event_log.routes[-1][1]].kill()  # Every hop has chunks in flight.
+            stages.peer_set[event_log.routes[-1][1]].kill()  # Every hop has chunks in flight.
 
     event_log = EventLog(forward_to=kill)
 
@@ -219,8 +219,8 @@ def _assert_repaired_once(stages: ThreeStages, event_log: EventLog, last: Piece)
     assert len(event_log.of(Stage.REPAIRING)) == 1
     assert not event_log.of(Stage.WAITING)
     before, after = event_log.routes
-    assert [stages.town[name].alive for name in before].count(False) == 1
-    assert all(stages.town[name].alive for name in after)
+    assert [stages.peer_set[name].alive for name in before].count(False) == 1
+    assert all(stages.peer_set[name].alive for name in after)
     assert peer_names(last.metrics.route) == after
 
 
@@ -235,18 +235,18 @@ def test_a_peer_restarted_three_times_has_one_record_and_no_route_uses_an_old_in
 
     async def restart() -> None:
         """Restart it on the same address: connections to an old incarnation reach the new one."""
-        address = stages.town[middle.name].address.partition("#")[0]
+        address = stages.peer_set[middle.name].address.partition("#")[0]
         for _ in range(3):
-            stages.town[middle.name].kill()
-            stages.town.start(middle, listen=address)
-            await asyncio.to_thread(stages.town.wait, middle, "chosen")
+            stages.peer_set[middle.name].kill()
+            stages.peer_set.start(middle, listen=address)
+            await asyncio.to_thread(stages.peer_set.wait, middle, "chosen")
 
     async def scenario() -> list[Piece]:
         pieces: list[Piece] = []
         async with (
-            asyncio.timeout(PATIENCE_S),
+            asyncio.timeout(MAX_WAIT_S),
             await connect(
-                stages, digest, event_log, wait_for_peers_s=PATIENCE_S, repair_timeout_s=PATIENCE_S
+                stages, digest, event_log, wait_for_peers_s=MAX_WAIT_S, repair_timeout_s=MAX_WAIT_S
             ) as client,
             aclosing(client.generate(PROMPT, exactly(40))) as answer,
         ):
@@ -262,16 +262,16 @@ def test_a_peer_restarted_three_times_has_one_record_and_no_route_uses_an_old_in
     assert pieces[-1].metrics.repairs == 1
     assert not event_log.of(Stage.REPAIRING), "a route used an old incarnation"
     assert event_log.of(Stage.WAITING)
-    stages.town.wait(middle)
+    stages.peer_set.wait(middle)
     entries = _entries(stages, digest, middle)
     assert len(entries) == 1
     assert entries[0]["hop"] == 1
     assert not entries[0]["unreachable"]
 
 
-def _entries(stages: ThreeStages, digest: str, spec: House) -> list[dict[str, Any]]:
+def _entries(stages: ThreeStages, digest: str, spec: PeerSpec) -> list[dict[str, Any]]:
     """The entries of this peer in the output of `swarm routes`."""
-    done = run_swarm("routes", digest, "--json", "--initial-peer", stages.town.addresses[0])
+    done = run_swarm("routes", digest, "--json", "--initial-peer", stages.peer_set.addresses[0])
     assert done.returncode == 0, done.stderr
     return [peer for peer in json.loads(done.stdout)["peers"] if peer["name"] == spec.name]
 
@@ -285,7 +285,7 @@ def test_without_a_spare_the_error_names_the_uncovered_layers_and_the_text_so_fa
     (middle,) = stages.serve(middles=1)
     event_log = EventLog()
     command = RunningCommand(
-        "generate", digest, COUNTING, "--raw", "--initial-peer", stages.town.addresses[0], folder=tmp_path
+        "generate", digest, COUNTING, "--raw", "--initial-peer", stages.peer_set.addresses[0], folder=tmp_path
     )
 
     pieces: list[Piece] = []
@@ -296,12 +296,12 @@ def test_without_a_spare_the_error_names_the_uncovered_layers_and_the_text_so_fa
                 pieces.append(piece)
                 if len(pieces) == 20:
                     await asyncio.to_thread(wait_until, lambda: command.text, "the command answers")
-                    stages.town[middle.name].kill()
+                    stages.peer_set[middle.name].kill()
 
     async def scenario() -> list[int]:
         async with (
             await connect(stages, digest, event_log, wait_for_peers_s=1.0) as client,
-            asyncio.timeout(PATIENCE_S),
+            asyncio.timeout(MAX_WAIT_S),
         ):
             with pytest.raises(NotCovered, match=MIDDLE) as caught:
                 await generate(client)
@@ -313,7 +313,7 @@ def test_without_a_spare_the_error_names_the_uncovered_layers_and_the_text_so_fa
         assert tokens_of(pieces) == greedy_reference(prompt_ids, len(tokens_of(pieces)))
         # No repair if the client notices the loss between two steps: it then plans another route first.
         assert len(event_log.of(Stage.REPAIRING)) <= 1
-        assert command.process.wait(PATIENCE_S) == NotCovered.exit_code
+        assert command.process.wait(MAX_WAIT_S) == NotCovered.exit_code
     last_line = command.errors.splitlines()[-1]
     assert last_line.startswith("error: ")
     assert MIDDLE in last_line

@@ -19,7 +19,7 @@ from swarm.errors import LocalProtocolError
 from tests.cases.observer import assert_healthy, digest_of, eventually, nothing_is_reserved, records_at
 from tests.cases.raw_client import RawRoute
 from tests.conftest import GreedyReference
-from tests.harness import PATIENCE_S, ROOT, run_swarm, swarm_command, wait_until
+from tests.harness import MAX_WAIT_S, ROOT, run_swarm, swarm_command, wait_until
 
 PROMPT = "Bees are"  # Short: these tests are about the end.
 TOKENS = 6
@@ -189,7 +189,7 @@ def end_commands(swarm: LocalSwarm, rng: random.Random) -> None:
             run.stdout.read(rng.randint(5, 15))
             run.send_signal(number)
         for run, number in zip(runs, SIGNALS, strict=True):
-            _, stderr = run.communicate(timeout=PATIENCE_S)
+            _, stderr = run.communicate(timeout=MAX_WAIT_S)
             assert b"Traceback" not in stderr
             # The command may have ended before the signal.
             assert run.returncode in ((0, 130) if number is signal.SIGINT else (0, -signal.SIGKILL))

@@ -128,7 +128,9 @@ def test_a_session_reuses_the_prefix_of_an_ended_session_with_the_same_key(packa
                     await pipeline.advance(prompt, Sampling())
                     assert pipeline.reused == 0
                     await pipeline.close()
-            swarm.services[1]._shares = False  # Like `--no-shared-prefixes`; the hop with the shortest prefix counts.
+            swarm.services[
+                1
+            ]._shared_prefixes = False  # Like `--no-shared-prefixes`; the hop with the shortest prefix counts.
             pipeline = mine.pipeline(len(prompt) + COUNT)
             answer = await pipeline.advance(prompt, Sampling())
             assert (pipeline.reused, answer.output.ids.tolist()) == (0, expected[:1])

@@ -20,7 +20,15 @@ from swarm.discovery.records import LEAVING
 from tests.cases.observer import digest_of, eventually, look_up, records_at
 from tests.cases.raw_client import RawRoute
 from tests.conftest import ChatIds, GreedyReference
-from tests.harness import PATIENCE_S, family_of, is_listening, local_swarm, ports_of, still_running, wait_until
+from tests.harness import (
+    MAX_WAIT_S,
+    is_listening,
+    listening_ports,
+    local_swarm,
+    process_tree,
+    still_running,
+    wait_until,
+)
 
 PROMPT = "Name three things that bees do."
 TOKENS = 60
@@ -41,8 +49,8 @@ class Resources:
     """The processes and ports of a running peer."""
 
     def __init__(self, member: Member) -> None:
-        self.processes = family_of(member)
-        self.ports = ports_of(self.processes)
+        self.processes = process_tree(member)
+        self.ports = listening_ports(self.processes)
 
     def remaining(self) -> list[object]:
         return [*still_running(self.processes), *(port for port in self.ports if is_listening(port))]
@@ -89,7 +97,7 @@ def test_ctrl_c_announces_leaving_at_once_and_sessions_move_on_with_the_exact_te
     assert repairs == 1
     assert leaving_peer.name in routes[0]
     assert leaving_peer.name not in routes[-1]
-    assert leaving_peer.process.wait(timeout=PATIENCE_S) == 0  # Long before the grace period ends.
+    assert leaving_peer.process.wait(timeout=MAX_WAIT_S) == 0  # Long before the grace period ends.
     resources[0].assert_released()
     assert "Traceback" not in leaving_peer.log.read_text()
 
@@ -136,4 +144,4 @@ def test_after_sigkill_no_port_and_no_child_is_left(swarm: LocalSwarm, smollm2_p
 
 
 def runs_self_test(member: Member) -> bool:
-    return any("peer.loading.self_test" in " ".join(child.cmdline()) for child in family_of(member))
+    return any("peer.loading.self_test" in " ".join(child.cmdline()) for child in process_tree(member))

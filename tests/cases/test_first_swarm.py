@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import PATIENCE_S, ROOT, Hosts, wait_until
+from tests.harness import MAX_WAIT_S, ROOT, Hosts, wait_until
 
 PAGE = (ROOT / "docs" / "first-swarm.md").read_text()
 COMMANDS = [
@@ -51,7 +51,7 @@ class Reader:
         command = [*self._hosts.command(host), "bash", "-c", f"exec {line}"]
         if not line.startswith("swarm join"):
             done = subprocess.run(
-                command, cwd=home, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+                command, cwd=home, env=environment, capture_output=True, text=True, timeout=MAX_WAIT_S, check=False
             )
             assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
             self.outputs.append(done.stdout)
@@ -82,4 +82,4 @@ def test_the_tutorial_does_what_it_says(reader: Reader) -> None:
     assert generate == "The capital of France is Paris.\n"
     for peer in reader.peers.values():
         peer.send_signal(signal.SIGINT)
-    assert [peer.wait(PATIENCE_S) for peer in reader.peers.values()] == [0, 0]
+    assert [peer.wait(MAX_WAIT_S) for peer in reader.peers.values()] == [0, 0]

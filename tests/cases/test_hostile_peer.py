@@ -25,8 +25,8 @@ from swarm.wire.messages import Forward
 from swarm.wire.queries import Ping
 from tests.cases.observer import assert_healthy, digest_of, eventually, nothing_is_reserved, records_at
 from tests.conftest import ChatIds, GreedyReference
-from tests.harness import PATIENCE_S
-from tests.peer.serving.test_hostile import NONSENSE, Socket, frame, frame_of
+from tests.harness import MAX_WAIT_S
+from tests.peer.serving.test_hostile import MALFORMED, RawConnection, frame, frame_of
 from tests.peer.toy_swarm import SECRET, client_hello
 
 PROMPT = "Name three things that bees do."
@@ -54,13 +54,13 @@ class Target:
         return size
 
     @contextlib.asynccontextmanager
-    async def raw_connection(self, *, send_hello: bool) -> AsyncIterator[Socket]:
+    async def raw_connection(self, *, send_hello: bool) -> AsyncIterator[RawConnection]:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
         reader, writer = await asyncio.open_connection(self.address.host, self.address.port, ssl=context)
         try:
-            raw = Socket(reader, writer)
+            raw = RawConnection(reader, writer)
             if send_hello:
                 await raw.greet()
             yield raw
@@ -97,7 +97,7 @@ async def client_generates(swarm: LocalSwarm, expected: Sequence[int]) -> AsyncI
 
     async with (
         await SwarmClient.connect(digest_of(swarm), initial_peers=swarm.addresses) as client,
-        asyncio.timeout(PATIENCE_S),
+        asyncio.timeout(MAX_WAIT_S),
         asyncio.TaskGroup() as group,
     ):
         group.create_task(write(client))
@@ -107,13 +107,13 @@ async def client_generates(swarm: LocalSwarm, expected: Sequence[int]) -> AsyncI
 
 async def send_invalid_messages(target: Target) -> None:
     """Send each invalid message, before and after the greeting."""
-    for name, nonsense in NONSENSE.items():
+    for name, nonsense in MALFORMED.items():
         for send_hello in (False, True):
             if name == "a second greeting" and not send_hello:
                 continue
             async with target.raw_connection(send_hello=send_hello) as raw:
                 await raw.send(nonsense())
-                failure = await raw.last_words()
+                failure = await raw.last_header()
                 assert (failure.get("kind"), failure.get("code")) == ("failure", "remote_protocol"), (name, send_hello)
 
 
@@ -122,7 +122,7 @@ async def send_no_tls(target: Target) -> None:
         reader, writer = await asyncio.open_connection(target.address.host, target.address.port)
         writer.write(data)
         writer.write_eof()
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(MAX_WAIT_S):
             await reader.read()
         writer.close()
 
@@ -231,7 +231,7 @@ def test_many_half_open_connections_stop_no_session_and_are_closed(
         caller = socket.socket()
         caller.setblocking(False)
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(MAX_WAIT_S):
                 await asyncio.get_running_loop().sock_connect(caller, (target.address.host, target.address.port))
             caller.send(b"\x16\x03\x01\x02\x00")  # The start of a TLS handshake that is never completed.
         except OSError:

@@ -13,12 +13,12 @@ import pytest
 
 from client import GenerationConfig, SwarmClient
 from client.config import ClientConfig
-from client.events import Event, Stage, unheard
+from client.events import Event, Stage, ignore_event
 from client.generation.generate import FinishReason, Piece, collect
 from swarm.app.local_swarm import LocalSwarm
 from swarm.errors import ContextExceeded, PackageError
 from tests.cases.observer import assert_healthy, digest_of, records_at, reserved
-from tests.cases.town import EventLog, slowed
+from tests.cases.peer_set import EventLog, slowed
 from tests.conftest import ChatIds, GreedyReference
 from tests.harness import run_swarm, wait_until
 
@@ -123,7 +123,7 @@ def event_handler_fails(client: SwarmClient, event_log: EventLog) -> None:
 
     def on_event(event: Event) -> None:
         if event.stage is Stage.PREFILL:
-            event_log.forward_to = unheard
+            event_log.forward_to = ignore_event
             fail()
 
     event_log.forward_to = on_event

@@ -20,9 +20,9 @@ from swarm.transport.address import Address
 from swarm.transport.hello import client_hello
 from swarm.transport.stream import connect
 from tests.cases.observer import eventually, look_up
-from tests.cases.town import House, Town, peer_names, peer_spans, town_in
+from tests.cases.peer_set import PeerSet, PeerSpec, open_peer_set, peer_names, peer_spans
 from tests.conftest import ChatIds, GreedyReference
-from tests.harness import PATIENCE_S, run_swarm
+from tests.harness import MAX_WAIT_S, run_swarm
 
 PROMPT = "Name three things that bees do."
 TOKENS = 24
@@ -35,10 +35,10 @@ class PeerSpecs:
     """The peers of these tests. `anna` and `ben` overlap: a route enters or leaves one of them inside its span."""
 
     def __init__(self, package: Path, other: Path) -> None:
-        self.whole = House("whole", "0:30", package)
-        self.anna = House("anna", "0:15", package, ("--kv-tokens", str(SMALL_SESSION)))
-        self.ben = House("ben", "11:30", package, ("--kv-tokens", str(SMALL_SESSION)))
-        self.other = House("other", "0:30", other)
+        self.whole = PeerSpec("whole", "0:30", package)
+        self.anna = PeerSpec("anna", "0:15", package, ("--kv-tokens", str(SMALL_SESSION)))
+        self.ben = PeerSpec("ben", "11:30", package, ("--kv-tokens", str(SMALL_SESSION)))
+        self.other = PeerSpec("other", "0:30", other)
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,9 @@ def specs(smollm2_package: Path, smollm2_f16_package: Path) -> PeerSpecs:
 
 
 @pytest.fixture(scope="module")
-def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
-    with town_in(tmp_path_factory.mktemp("peers")) as town:
-        yield town
+def peer_set(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeerSet]:
+    with open_peer_set(tmp_path_factory.mktemp("peers")) as peer_set:
+        yield peer_set
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def f16(smollm2_f16_package: Path) -> Manifest:
 
 
 def test_no_layout_changes_a_greedy_or_a_sampled_text(
-    town: Town,
+    peer_set: PeerSet,
     specs: PeerSpecs,
     standing_swarm: LocalSwarm,
     int4: Manifest,
@@ -74,7 +74,7 @@ def test_no_layout_changes_a_greedy_or_a_sampled_text(
     greedy_reference: GreedyReference,
 ) -> None:
     """One peer; two, of which one runs a segment of its span; these two without a link between them; three."""
-    town.populate(specs.whole, specs.anna, specs.ben, specs.other)
+    peer_set.start_exactly(specs.whole, specs.anna, specs.ben, specs.other)
     texts: dict[str, list[Reply]] = {}
 
     async def write(layout: str, client: SwarmClient, max_tokens: int) -> None:
@@ -85,14 +85,14 @@ def test_no_layout_changes_a_greedy_or_a_sampled_text(
                 texts[layout].append(await chat.send(PROMPT, config))
 
     async def scenario() -> None:
-        async with asyncio.timeout(2 * PATIENCE_S):
-            async with await _connect(int4, town.addresses) as client:
+        async with asyncio.timeout(2 * MAX_WAIT_S):
+            async with await _connect(int4, peer_set.addresses) as client:
                 await write("one peer", client, LARGE_SESSION)
-                town["whole"].kill()
-                async with _connections_exhausted(town["ben"], int4):
+                peer_set["whole"].kill()
+                async with _connections_exhausted(peer_set["ben"], int4):
                     await write("two, relayed", client, SMALL_SESSION)
-            await eventually(lambda: _link_is_reachable(town, int4), "anna announces ben as reachable")
-            for layout, swarm in (("two", town), ("three", standing_swarm)):
+            await eventually(lambda: _link_is_reachable(peer_set, int4), "anna announces ben as reachable")
+            for layout, swarm in (("two", peer_set), ("three", standing_swarm)):
                 async with await _connect(int4, swarm.addresses) as client:
                     await write(layout, client, SMALL_SESSION)
 
@@ -126,9 +126,9 @@ async def _connections_exhausted(member: Member, model: Manifest) -> AsyncIterat
         yield
 
 
-async def _link_is_reachable(town: Town, model: Manifest) -> bool:
+async def _link_is_reachable(peer_set: PeerSet, model: Manifest) -> bool:
     """Whether anna announces ben as reachable: measured while all connections were taken, it was not."""
-    records = await look_up(town.addresses[0], model.digest)
+    records = await look_up(peer_set.addresses[0], model.digest)
     link = records["anna"].links.get(records["ben"].peer_id)
     return link is None or link.reachable
 
@@ -136,53 +136,62 @@ async def _link_is_reachable(town: Town, model: Manifest) -> bool:
 # -- two digests
 
 
-def test_a_name_with_two_digests_is_an_error(town: Town, specs: PeerSpecs, int4: Manifest, f16: Manifest) -> None:
-    town.populate(specs.anna, specs.ben, specs.other)
+def test_a_name_with_two_digests_is_an_error(
+    peer_set: PeerSet, specs: PeerSpecs, int4: Manifest, f16: Manifest
+) -> None:
+    peer_set.start_exactly(specs.anna, specs.ben, specs.other)
     assert int4.name == f16.name
     assert int4.weights != f16.weights
     for command in (["generate", int4.name, PROMPT], ["routes", int4.name]):
-        done = run_swarm(*command, "--initial-peer", town.addresses[0])
+        done = run_swarm(*command, "--initial-peer", peer_set.addresses[0])
         assert done.returncode == MixedModels.exit_code
         assert done.stdout == ""
         last = done.stderr.splitlines()[-1]
         assert last.startswith("error: ")
         for manifest in (int4, f16):
             assert f"{manifest.digest[:16]} ({manifest.name}, {manifest.weights}" in last
-    listed = [(model["digest"], model["weights"]) for model in run_json(town, "models")["models"]]
+    listed = [(model["digest"], model["weights"]) for model in run_json(peer_set, "models")["models"]]
     assert sorted(listed) == sorted([(int4.digest, int4.weights), (f16.digest, f16.weights)])
 
 
 def test_a_digest_is_served_only_by_its_own_peers(
-    town: Town, specs: PeerSpecs, int4: Manifest, f16: Manifest, chat_ids: ChatIds, greedy_reference: GreedyReference
+    peer_set: PeerSet,
+    specs: PeerSpecs,
+    int4: Manifest,
+    f16: Manifest,
+    chat_ids: ChatIds,
+    greedy_reference: GreedyReference,
 ) -> None:
-    town.populate(specs.anna, specs.ben, specs.other)
-    output = run_json(town, "generate", int4.digest[:12], PROMPT, "--max-new-tokens", str(TOKENS))
+    peer_set.start_exactly(specs.anna, specs.ben, specs.other)
+    output = run_json(peer_set, "generate", int4.digest[:12], PROMPT, "--max-new-tokens", str(TOKENS))
     assert [hop["name"] for hop in output["hops"]] == ["anna", "ben"]
     assert output["token_ids"] == greedy_reference(chat_ids(PROMPT), TOKENS)
-    output = run_json(town, "generate", f16.digest, PROMPT, "--max-new-tokens", str(TOKENS))
+    output = run_json(peer_set, "generate", f16.digest, PROMPT, "--max-new-tokens", str(TOKENS))
     assert [hop["name"] for hop in output["hops"]] == ["other"]
 
 
-def test_a_peer_of_another_digest_does_not_replace_a_missing_one(town: Town, specs: PeerSpecs, int4: Manifest) -> None:
-    town.populate(specs.anna, specs.other)
-    done = run_swarm("routes", int4.digest, "--initial-peer", town.addresses[0])
+def test_a_peer_of_another_digest_does_not_replace_a_missing_one(
+    peer_set: PeerSet, specs: PeerSpecs, int4: Manifest
+) -> None:
+    peer_set.start_exactly(specs.anna, specs.other)
+    done = run_swarm("routes", int4.digest, "--initial-peer", peer_set.addresses[0])
     assert done.returncode == NotCovered.exit_code
     assert "15:30" in done.stderr.splitlines()[-1]
 
 
 def test_a_text_that_fills_the_models_context_ends_with_that_reason(
-    town: Town, specs: PeerSpecs, f16: Manifest, chat_ids: ChatIds
+    peer_set: PeerSet, specs: PeerSpecs, f16: Manifest, chat_ids: ChatIds
 ) -> None:
     """The command, with the package of the shorter context."""
-    town.populate(specs.anna, specs.other)
+    peer_set.start_exactly(specs.anna, specs.other)
     prompt = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16,"
-    output = run_json(town, "generate", f16.digest, prompt, "--raw")
+    output = run_json(peer_set, "generate", f16.digest, prompt, "--raw")
     assert output["finish_reason"] == "context"
     assert len(output["token_ids"]) == f16.context_length - output["prompt_tokens"] + 1
     assert output["text"].startswith(" 17, 18,")
 
 
-def run_json(town: Town, *words: str) -> Any:
-    done = run_swarm(*words, "--initial-peer", town.addresses[0], "--json")
+def run_json(peer_set: PeerSet, *words: str) -> Any:
+    done = run_swarm(*words, "--initial-peer", peer_set.addresses[0], "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

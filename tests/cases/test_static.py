@@ -15,7 +15,7 @@ from swarm.app.local_swarm import LocalSwarm
 from swarm.errors import ContextExceeded
 from swarm.model.manifest import load_manifest
 from swarm.model.spans import LayerRange
-from tests.cases.town import EventLog, peer_names
+from tests.cases.peer_set import EventLog, peer_names
 from tests.conftest import SMOLLM2_STATIC, ChatIds, GreedyReference
 
 PROMPT = "Name three things that bees do."

@@ -193,7 +193,7 @@ class ScriptedPeer:
             incarnation=self.incarnation,
             span=self.span,
             holds=(self.span,),
-            addresses=(self.address.place,),
+            addresses=(self.address.host_port,),
             device="TOY",
             numerics=Numerics(inference="f32", kv="f32"),
             layer_time_s=self.layer_time_s,
@@ -293,7 +293,7 @@ class ScriptedPeer:
                 )
             case AskTopic() if self.directory is not None:
                 notices = await self.directory.collect(message.topic)
-                stream.send(Topic(request=message.request, notices=tuple(notice.sealed for notice in notices)))
+                stream.send(Topic(request=message.request, notices=tuple(notice.signed_bytes for notice in notices)))
             case AskManifest():
                 stream.send(ManifestFile(request=message.request, raw=self.manifest.to_json()))
             case AskFile():
@@ -492,7 +492,7 @@ class ToySwarm:
         return peer
 
     async def announce(self, peer: ScriptedPeer) -> None:
-        await self.directory.publish(peer.record().seal(peer.identity))
+        await self.directory.publish(peer.record().sign(peer.identity))
         manifest = self.manifest
         model = ModelRecord(
             digest=manifest.digest,
@@ -505,7 +505,7 @@ class ToySwarm:
             kv_layer_elements=2,
             expires_at=time.time() + 60,
         )
-        await self.directory.publish(model.seal(peer.identity))
+        await self.directory.publish(model.sign(peer.identity))
 
     @property
     def open_sessions(self) -> int:

@@ -37,12 +37,12 @@ def with_tokenizer(world: World, package: Path) -> dict[str, bytes]:
 def test_a_client_needs_nothing_but_an_address(smollm2_package: Path, tmp_path: Path) -> None:
     async def test(world: World) -> None:
         files = with_tokenizer(world, smollm2_package)
-        await world.three()
+        await world.add_three_peers()
         for peer in world.swarm.peers.values():
             peer.files = files
         events: list[Event] = []
         config = dataclasses.replace(QUICK, cache_dir=tmp_path)
-        address = world.swarm.peers["c"].address.place
+        address = world.swarm.peers["c"].address.host_port
         for initial in ([address], address):  # a string is one address, not a sequence of them
             async with await SwarmClient.connect(
                 "toy", initial_peers=initial, config=config, on_event=events.append
@@ -69,7 +69,7 @@ def damage(cache: Path) -> None:
 def test_a_damaged_tokenizer_in_the_cache_is_fetched_again(smollm2_package: Path, tmp_path: Path) -> None:
     async def test(world: World) -> None:
         files = with_tokenizer(world, smollm2_package)
-        await world.three()
+        await world.add_three_peers()
         for peer in world.swarm.peers.values():
             peer.files = files
         config = dataclasses.replace(QUICK, cache_dir=tmp_path)
@@ -84,7 +84,7 @@ def test_a_damaged_tokenizer_in_the_cache_is_fetched_again(smollm2_package: Path
 
 def test_the_error_names_the_model_or_peer_that_is_not_found(tmp_path: Path) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         address = world.swarm.peers["a"].address
         config = dataclasses.replace(QUICK, cache_dir=tmp_path)
         with pytest.raises(UnknownModel, match=r"llama.*toy"):
@@ -93,7 +93,7 @@ def test_the_error_names_the_model_or_peer_that_is_not_found(tmp_path: Path) -> 
             await SwarmClient.connect("toy", initial_peers=["10.0.0.7"], config=config)
         with pytest.raises(ConfigError, match="initial peer"):
             await SwarmClient.connect("toy", initial_peers=[], config=config)
-        pinned = f"{address.place}#{Identity.generate().peer_id}"
+        pinned = f"{address.host_port}#{Identity.generate().peer_id}"
         with pytest.raises(WrongPeer):
             await SwarmClient.connect("toy", initial_peers=[pinned], config=config)
         world.swarm.peers["a"].die()
@@ -105,7 +105,7 @@ def test_the_error_names_the_model_or_peer_that_is_not_found(tmp_path: Path) -> 
 
 def test_two_packages_of_one_model_are_never_mixed(tmp_path: Path) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         other = ToySwarm(dataclasses.replace(toy_manifest(), weights="int4"))
         other.directory = world.swarm.directory
         try:
@@ -124,7 +124,7 @@ def test_two_packages_of_one_model_are_never_mixed(tmp_path: Path) -> None:
 
 def test_an_invalid_prompt_is_refused_and_ids_of_numpy_are_ids() -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         client = world.client()
         for wrong in (None, 5, b"Two words", {"role": "user", "content": "hi"}):
             with pytest.raises(ConfigError, match="it must be a text, messages, or token ids"):

@@ -82,7 +82,7 @@ class World:
             wall=time.time,
         )
 
-    async def three(self) -> None:
+    async def add_three_peers(self) -> None:
         """Start a route of three peers, and a slower spare for the middle one."""
         await self.swarm.add("a", "0:2")
         await self.swarm.add("b", "2:4")

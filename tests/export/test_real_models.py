@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from swarm.model.manifest import load_manifest
-from tests.conftest import GreedyReference, made, run_module
+from tests.conftest import GreedyReference, build_for_exporter, run_module
 from tests.export.checkpoint.test_families import greedy
 
 RECIPE = Path(__file__).with_name("real_checkpoint.py")
@@ -27,7 +27,7 @@ def exported(gguf: Path, *arguments: object) -> Path:
     def make(work: Path) -> None:
         run_module("tests.export.real_checkpoint", str(gguf), str(work), *map(str, arguments))
 
-    return made(f"checkpoint-{gguf.stem}", make, RECIPE.read_bytes(), repr(arguments).encode())
+    return build_for_exporter(f"checkpoint-{gguf.stem}", make, RECIPE.read_bytes(), repr(arguments).encode())
 
 
 def test_smollm2_writes_the_same_text_from_all_three_sources(

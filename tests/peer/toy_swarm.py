@@ -15,8 +15,8 @@ import numpy as np
 from peer.config import SessionLimits
 from peer.serving.queries import QueryHandler, SharedFiles
 from peer.serving.server import PeerServer
-from peer.sessions.segments import Builder
-from peer.sessions.service import Serving, SpanService
+from peer.sessions.segments import SegmentBuilder
+from peer.sessions.service import ServedSpan, SpanService
 from swarm.discovery.directory import MemoryDirectory
 from swarm.errors import SwarmError
 from swarm.model.spans import LayerRange
@@ -82,7 +82,7 @@ async def toy_peer(
     engine: ToyEngine | None = None,
     limits: dict[str, Any] | None = None,
     entries: tuple[int, ...] = (),
-    builder: Builder | None = None,
+    builder: SegmentBuilder | None = None,
     shared_files: SharedFiles | None = None,
     directory: MemoryDirectory | None = None,
     clock: Callable[[], float] | None = None,
@@ -96,7 +96,7 @@ async def toy_peer(
         return Hello(protocol=PROTOCOL_VERSION, software="test", role="peer", model=manifest.digest, incarnation=1)
 
     service = SpanService(
-        Serving(
+        ServedSpan(
             manifest=manifest,
             engine=engine,
             limits=SessionLimits(**{"kv_total": 1000, **(limits or {})}),
@@ -115,7 +115,7 @@ async def toy_peer(
     async with PeerServer(
         identity=identity, hello=hello, query_handler=query_handler, max_connections=max_connections
     ) as server:
-        server.begin(service)
+        server.start_service(service)
         await server.start("127.0.0.1", 0)
         yield Host(identity=identity, server=server, engine=engine, service=service, failed=failed)
 
@@ -129,11 +129,11 @@ class Caller:
         self.lost: list[SwarmError] = []
         self._updated = asyncio.Event()
 
-    def _hear(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         self.messages.append(message)
         self._updated.set()
 
-    def _lose(self, error: SwarmError) -> None:
+    def _on_lost(self, error: SwarmError) -> None:
         self.lost.append(error)
         self._updated.set()
 
@@ -164,7 +164,9 @@ class Caller:
     ) -> None:
         ask = Link(request=self.channel.next_request(), session=session, epoch=epoch)
         if to is not None:
-            ask = dataclasses.replace(ask, addresses=(to.address.place,), peer_id=to.identity.peer_id, secret=secret)
+            ask = dataclasses.replace(
+                ask, addresses=(to.address.host_port,), peer_id=to.identity.peer_id, secret=secret
+            )
         await self.channel.ask(ask, Linked, timeout=PATIENCE_S)
 
     async def attach(self, session: str = "session-1", *, epoch: int = 0, secret: bytes = SECRET) -> None:
@@ -217,7 +219,7 @@ class Caller:
 async def calling(host: Host, model: str = "") -> AsyncIterator[Caller]:
     caller = Caller()
     caller.channel = await Channel.open(
-        [host.address], client_hello(model), on_message=caller._hear, on_lost=caller._lose
+        [host.address], client_hello(model), on_message=caller._on_message, on_lost=caller._on_lost
     )
     try:
         yield caller

@@ -193,7 +193,7 @@ def test_presence_and_frequency_penalties_count_only_the_answer(
         expected[token] -= presence + frequency * history[start:].tolist().count(token)
     found = choose(logits, sampling, position=0, history=history)
     assert expected[found.token] == pytest.approx(expected.max(), abs=1e-4)
-    assert sampling.looks_back is (presence != 0 or frequency != 0)
+    assert sampling.uses_history is (presence != 0 or frequency != 0)
 
 
 @given(logits_of, st.integers(0, VOCAB - 1), samplings)

@@ -219,5 +219,5 @@ def bind(listen: Address) -> socket.socket:
         listener.close()
         hint = "; choose another with --listen HOST:PORT" if error.errno == errno.EADDRINUSE else ""
         reason = os.strerror(error.errno) if isinstance(error.errno, int) and error.errno > 0 else str(error)
-        raise ConfigError(f"the gateway cannot listen at {listen.place}: {reason}{hint}") from error
+        raise ConfigError(f"the gateway cannot listen at {listen.host_port}: {reason}{hint}") from error
     return listener

@@ -56,8 +56,8 @@ class BlockTables:
         self._tables.check_unused(session)
         self._tables[session] = BlockTable(self.pool, max_tokens=max_tokens)
 
-    def adopt(self, session: str, packed: bytes, *, tag: bytes) -> Ids:
-        """Let a newly opened session share cached blocks; returns their tokens: see `BlockTable.adopt`.
+    def reuse_prefix(self, session: str, packed: bytes, *, tag: bytes) -> Ids:
+        """Let a newly opened session share cached blocks; returns their tokens: see `BlockTable.reuse_prefix`.
 
         `packed` comes from `pack_names`. Names cover `BLOCK_TOKENS` tokens: blocks of another size are not shared.
         Raises UnknownSession.
@@ -66,7 +66,7 @@ class BlockTables:
         if self.pool.size != BLOCK_TOKENS or not packed:
             return np.empty(0, np.int32)
         first, names = unpack_names(packed)
-        return table.adopt(first, names, tag=tag)
+        return table.reuse_prefix(first, names, tag=tag)
 
     def close(self, session: str) -> None:
         """Release the session's blocks. Does nothing if the session does not exist."""
@@ -124,17 +124,17 @@ class BlockTables:
 
     # -- queries of the scheduler
 
-    def missing(self, session: str, start: int, n: int) -> int:
+    def missing_blocks(self, session: str, start: int, n: int) -> int:
         """Blocks to allocate for `n` tokens from `start`; 0 if such a step will be refused."""
         table = self._tables.get(session)
-        return 0 if table is None or start > table.length else table.missing(start, n)
+        return 0 if table is None or start > table.length else table.missing_blocks(start, n)
 
-    def fitting(self, session: str, start: int, *, beside: int) -> int:
-        """Tokens from `start` for which there are blocks if `beside` of the free ones are reserved for other steps."""
+    def fitting_tokens(self, session: str, start: int, *, reserved: int) -> int:
+        """Tokens from `start` for which there are blocks if `reserved` of the free ones are kept for other steps."""
         table = self._tables.get(session)
-        return 0 if table is None else table.fitting(start, self.free - beside)
+        return 0 if table is None else table.fitting_tokens(start, self.free - reserved)
 
-    def held(self, session: str) -> int:
+    def exclusive_blocks(self, session: str) -> int:
         """Blocks that only this session holds: its eviction frees this many."""
         table = self._tables.get(session)
         return 0 if table is None else sum(self.pool.ref_count(block) == 1 for block in table.blocks)

@@ -32,7 +32,7 @@ BLOCK_TOKENS = 32
 """Tokens in a named block: the unit that clients hash, and the block size of OpenVINO's CPU plugin."""
 
 
-def first_name(*parts: str | bytes) -> Name:
+def root_name(*parts: str | bytes) -> Name:
     """The start of a chain of names: a hash of everything besides tokens that equal caches have in common."""
     digest = hashlib.blake2b(digest_size=NAME_BYTES)
     for part in parts:
@@ -47,9 +47,9 @@ def next_name(before: Name, ids: Ids) -> Name:
     return hashlib.blake2b(before + raw, digest_size=NAME_BYTES).digest()
 
 
-def pack_names(first: Name, names: Sequence[Name], *, most: int) -> bytes:
-    """Serialize `first` and as many of `names` as fit in `most` bytes."""
-    return b"".join([first, *names])[: most - most % NAME_BYTES]
+def pack_names(first: Name, names: Sequence[Name], *, max_bytes: int) -> bytes:
+    """Serialize `first` and as many of `names` as fit in `max_bytes` bytes."""
+    return b"".join([first, *names])[: max_bytes - max_bytes % NAME_BYTES]
 
 
 def unpack_names(packed: bytes) -> tuple[Name, list[Name]]:
@@ -58,7 +58,7 @@ def unpack_names(packed: bytes) -> tuple[Name, list[Name]]:
     return first, names
 
 
-def names_of(ids: Ids, *, first: Name, size: int = BLOCK_TOKENS) -> list[Name]:
+def block_names(ids: Ids, *, first: Name, size: int = BLOCK_TOKENS) -> list[Name]:
     """The names of all full blocks of a text `ids` [n]."""
     names = [first]
     for start in range(0, len(ids) - size + 1, size):
@@ -161,7 +161,7 @@ class BlockPool:
 
 
 class BlockTable:
-    """One session's blocks, in order. They are shared only after `adopt` has started a chain of names."""
+    """One session's blocks, in order. They are shared only after `reuse_prefix` has started a chain of names."""
 
     def __init__(self, pool: BlockPool, *, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -172,7 +172,7 @@ class BlockTable:
         self._tag = b""
         self._spilled_ids: Ids | None = None  # [blocks, size]: the tokens of spilled blocks
 
-    def adopt(self, first: Name, names: Sequence[Name], *, tag: bytes = b"") -> Ids:
+    def reuse_prefix(self, first: Name, names: Sequence[Name], *, tag: bytes = b"") -> Ids:
         """Share the blocks of the longest prefix of `names` that the pool still has. Returns the prefix's tokens.
 
         `first` starts the chain, also for blocks written later. `tag` distinguishes caches that have equal names on
@@ -218,7 +218,7 @@ class BlockTable:
         """Raises BadStep for a step that leaves a gap or is empty, ContextExceeded for a step that is too long."""
         check_position(start, n, length=self.length, max_tokens=self.max_tokens)
 
-    def missing(self, start: int, n: int) -> int:
+    def missing_blocks(self, start: int, n: int) -> int:
         """Blocks to allocate for `n` tokens from `start`: new ones, and copies of shared ones."""
         size = self._pool.size
         first, needed = start // size, -(-(start + n) // size)
@@ -227,7 +227,7 @@ class BlockTable:
         shared = sum(self._pool.ref_count(block) > 1 for block in self.blocks[first:needed])
         return max(0, needed - len(self.blocks)) + shared
 
-    def fitting(self, start: int, more: int) -> int:
+    def fitting_tokens(self, start: int, more: int) -> int:
         """Tokens from `start` that fit in the table's blocks and `more` blocks from the pool."""
         pool, size = self._pool, self._pool.size
         if self._spilled_ids is not None:
@@ -243,8 +243,8 @@ class BlockTable:
         """
         pool, size = self._pool, self._pool.size
         first, needed = start // size, -(-(start + n) // size)
-        if (missing := self.missing(start, n)) > pool.free:
-            raise PeerBusy(f"{missing} blocks of KV cache are needed and {pool.free} are free", retry_after=1.0)
+        if (missing_blocks := self.missing_blocks(start, n)) > pool.free:
+            raise PeerBusy(f"{missing_blocks} blocks of KV cache are needed and {pool.free} are free", retry_after=1.0)
         while len(self.blocks) > needed:
             pool.release(self.blocks.pop())
         copy = None

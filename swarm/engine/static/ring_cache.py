@@ -84,7 +84,7 @@ class RingCache:
         fresh = np.arange(self.length, self.length + width, dtype=np.int64)
         keys = np.concatenate([self._positions, fresh])
         distance = fresh[:, None] - keys
-        seen = (distance < self._spec.reach) | (keys < self._spec.sinks)
+        seen = (distance < self._spec.window) | (keys < self._spec.sinks)
         seen &= (keys != _EMPTY) & (distance >= 0)
         if window is not None:
             seen &= distance < window
@@ -98,6 +98,6 @@ class RingCache:
     def _can_rewind_to(self, start: int) -> bool:
         """Whether all positions before `start` that a query at or after `start` attends to are still cached."""
         sinks = min(self._spec.sinks, start)
-        first = max(sinks, start - self._spec.reach + 1)
+        first = max(sinks, start - self._spec.window + 1)
         needed = np.concatenate([np.arange(sinks), np.arange(first, start)])
         return bool((self._positions[self._slots_of(needed)] == needed).all())

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cases.town import Town, town_in
+from tests.cases.peer_set import PeerSet, open_peer_set
 
 
 @pytest.fixture(scope="package")
-def gateway_town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+def gateway_peers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeerSet]:
     """A swarm without peers at first. Each test file starts the peers that it needs (`real_gateway.start_peers`)."""
-    with town_in(tmp_path_factory.mktemp("gateway")) as town:
-        yield town
+    with open_peer_set(tmp_path_factory.mktemp("gateway")) as peer_set:
+        yield peer_set

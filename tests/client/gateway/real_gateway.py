@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarm.process.child_process import module_command, module_environment
-from tests.cases.town import House, Town
+from tests.cases.peer_set import PeerSet, PeerSpec
 from tests.harness import ROOT
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -19,13 +19,13 @@ FRONT, BACK = "0:22", "22:30"  # the tests kill and restart the back, so it is s
 _OPTIONS = ("--kv-tokens", "16384", "--metrics", "127.0.0.1:0")
 
 
-def start_peers(town: Town, package: Path) -> list[str]:
+def start_peers(peer_set: PeerSet, package: Path) -> list[str]:
     """Start two peers and a spare for the back, whose name is HTML markup. Returns the peers' names.
 
     Peers that an earlier test file has killed are started again.
     """
     spans = {"anna": FRONT, "ben": BACK, HOSTILE: BACK}
-    town.populate(*(House(name, span, package, _OPTIONS) for name, span in spans.items()))
+    peer_set.start_exactly(*(PeerSpec(name, span, package, _OPTIONS) for name, span in spans.items()))
     return list(spans)
 
 

@@ -18,7 +18,7 @@ def with_pool(test: Callable[[World, ModelPool, list[str]], Awaitable[None]], *,
     """`test` gets a pool that connects to the toy model, and the list of requested models."""
 
     async def main(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         requested: list[str] = []
 
         async def connect(model: str) -> object:
@@ -126,7 +126,7 @@ def test_a_discovered_model_that_is_not_announced_any_more_is_removed() -> None:
 
 def test_a_model_that_cannot_be_connected_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     async def main(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
 
         async def connect(model: str) -> object:
             raise NotCovered("nobody serves it")

@@ -91,7 +91,7 @@ def toy_gateway(
         async with contextlib.AsyncExitStack() as stack:
             world = World(client, eos)
             stack.push_async_callback(world.swarm.close)
-            await world.three()
+            await world.add_three_peers()
 
             async def connect(model: str) -> SwarmClient:
                 return world.client()
@@ -105,7 +105,7 @@ def toy_gateway(
             gateway = await stack.enter_async_context(Gateway(pool, config, stopping=shutdown.requested))
 
             def on_listening(address: Address) -> None:
-                url, loop = f"http://{address.place}", asyncio.get_running_loop()
+                url, loop = f"http://{address.host_port}", asyncio.get_running_loop()
                 http = httpx.Client(base_url=url, timeout=PATIENCE_S, verify=False)
                 gateways.append(ToyGateway(url, world, pool, shutdown, loop, http))
                 listening.set()

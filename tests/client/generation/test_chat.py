@@ -18,7 +18,7 @@ SHORT = GenerationConfig(max_new_tokens=6)
 
 def test_a_turn_sends_only_what_is_new() -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         client = world.client()
         async with client.session(SHORT) as chat:
             first = await chat.send("Hello")
@@ -38,7 +38,7 @@ def test_a_turn_sends_only_what_is_new() -> None:
 
 def test_reset_forgets_the_conversation_but_not_the_system_prompt() -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         client = world.client()
         async with client.session(SHORT, system="Be brief") as chat:
             first = await chat.send("Hello")
@@ -51,7 +51,7 @@ def test_reset_forgets_the_conversation_but_not_the_system_prompt() -> None:
 
 def test_a_message_during_an_answer_does_not_disturb_the_answer() -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         client = world.client()
         async with client.session(replace(SHORT, draft="off")) as chat:
             first = asyncio.create_task(chat.send("Hello"))
@@ -67,7 +67,7 @@ def test_a_message_during_an_answer_does_not_disturb_the_answer() -> None:
 
 def test_a_conversation_survives_the_loss_of_a_peer_between_two_turns() -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         client = world.client()
         async with client.session(SHORT) as chat:
             await chat.send("Hello")
@@ -82,7 +82,7 @@ def test_a_conversation_survives_the_loss_of_a_peer_between_two_turns() -> None:
 
 def test_a_broken_off_answer_stays_as_far_as_it_came() -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         async with world.client().session(SHORT) as chat:
             async with aclosing(chat.stream("Hello")) as pieces:
                 text = (await anext(pieces)).text + (await anext(pieces)).text
@@ -99,7 +99,7 @@ def test_the_next_message_breaks_off_an_answer_whose_reader_has_left() -> None:
     """Python closes a generator only some time after `break`: the next message may come earlier."""
 
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         async with world.client().session(SHORT) as chat:
             abandoned = chat.stream("Hello")
             text = (await anext(abandoned)).text
@@ -122,7 +122,7 @@ def test_the_next_message_breaks_off_an_answer_whose_reader_has_left() -> None:
 
 def test_a_message_while_a_reader_waits_is_refused_and_the_answer_comes() -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         async with world.client().session(SHORT) as chat:
             sending = asyncio.create_task(chat.send("Hello"))
             await asyncio.sleep(0)
@@ -138,7 +138,7 @@ def test_a_message_while_a_reader_waits_is_refused_and_the_answer_comes() -> Non
 
 def test_a_reset_forgets_the_answer_under_way_too() -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         async with world.client().session(SHORT) as chat:
             async with aclosing(chat.stream("Hello")) as pieces:
                 await anext(pieces)
@@ -150,7 +150,7 @@ def test_a_reset_forgets_the_answer_under_way_too() -> None:
 
 def test_a_cancelled_answer_stays_too() -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         async with world.client().session(SHORT) as chat:
             sending = asyncio.create_task(chat.send("Hello"))
             world.swarm.peers["b"].on_step = at_step(4, sending.cancel)
@@ -165,7 +165,7 @@ def test_a_cancelled_answer_stays_too() -> None:
 
 def test_a_turn_that_fails_can_be_tried_again() -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         async with world.client().session(SHORT) as chat:
             world.swarm.peers["a"].on_step = at_step(3, failing(BadStep("no")))
             with pytest.raises(BadStep):
@@ -179,7 +179,7 @@ def test_a_turn_that_fails_can_be_tried_again() -> None:
 
 def test_a_full_context_says_so() -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         async with world.client().session(SHORT, max_tokens=20) as chat:
             reply = await chat.send("0123456789")
             assert len(reply.token_ids) == 6

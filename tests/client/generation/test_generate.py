@@ -21,7 +21,7 @@ def text_of(ids: list[int]) -> str:
 
 def test_the_answer_begins_after_the_prompt(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         client = world.client()
         question = "What is it?"
         reply = await collect(client.generate(question, GenerationConfig(max_new_tokens=9)))
@@ -36,7 +36,7 @@ def test_the_answer_begins_after_the_prompt(prompt: list[int]) -> None:
 
 def test_raw_and_messages_are_taken_as_they_are() -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         client = world.client()
         assert client.encode("ab", raw=True) == [0, 1]
         messages = [{"role": "system", "content": "!"}, {"role": "user", "content": "#"}]
@@ -49,7 +49,7 @@ def test_raw_and_messages_are_taken_as_they_are() -> None:
 
 def end_of(world_eos: list[int], config: GenerationConfig) -> tuple[list[int], str, FinishReason]:
     async def test(world: World) -> tuple[list[int], str, FinishReason]:
-        await world.three()
+        await world.add_three_peers()
         reply = await collect(world.client().generate("ab", config, raw=True))
         return list(reply.token_ids), reply.text, reply.finish_reason
 
@@ -77,7 +77,7 @@ def test_a_stop_string_across_tokens_is_found_and_not_shown() -> None:
 
 def test_the_end_of_the_context_keeps_the_text() -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         prompt = "a" * (CONTEXT - 3)
         reply = await collect(world.client().generate(prompt, GenerationConfig(max_new_tokens=50), raw=True))
         # the last token needs no position
@@ -89,7 +89,7 @@ def test_the_end_of_the_context_keeps_the_text() -> None:
 
 def test_a_peers_own_limit_keeps_the_text_too() -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         world.swarm.peers["b"].on_step = at_step(5, failing(ContextExceeded("no more room")))
         reply = await collect(world.client().generate("ab", raw=True))
         assert list(reply.token_ids) == toy_text([0, 1], 5)
@@ -101,7 +101,7 @@ def test_a_peers_own_limit_keeps_the_text_too() -> None:
 
 def test_a_prompt_that_is_too_long_is_refused_before_anything_is_sent() -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         with pytest.raises(ContextExceeded, match=f"{CONTEXT + 1} tokens and there is room for {CONTEXT}"):
             await collect(world.client().generate("a" * (CONTEXT + 1), raw=True))
         assert all(peer.opened == 0 for peer in world.swarm.peers.values())
@@ -111,7 +111,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_anything_is_sent() -> None:
 
 def test_an_empty_prompt_and_an_impossible_stop_are_refused() -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         with pytest.raises(ConfigError, match="prompt is empty"):
             await collect(world.client().generate("", raw=True))
         with pytest.raises(ConfigError, match="stop_token_ids has 97"):
@@ -122,7 +122,7 @@ def test_an_empty_prompt_and_an_impossible_stop_are_refused() -> None:
 
 def test_the_same_seed_gives_the_same_text_and_no_seed_varies() -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         client = world.client()
         seeded = GenerationConfig(temperature=1.0, seed=3, max_new_tokens=8)
         free = GenerationConfig(temperature=1.0, max_new_tokens=8)
@@ -136,7 +136,7 @@ def test_the_same_seed_gives_the_same_text_and_no_seed_varies() -> None:
 
 def test_log_probabilities_come_with_their_tokens() -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         pieces = [p async for p in world.client().generate("ab", GenerationConfig(logprobs=0, max_new_tokens=4))]
         assert [choice.token for piece in pieces for choice in piece.logprobs] == [p.token_ids[0] for p in pieces]
         assert all(choice.logprob == -0.5 for piece in pieces for choice in piece.logprobs)
@@ -147,7 +147,7 @@ def test_log_probabilities_come_with_their_tokens() -> None:
 @pytest.mark.parametrize("how", ["break", "aclose", "cancel", "error"])
 def test_leaving_early_closes_all_sessions(how: str) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         client = world.client()
 
         async def read() -> None:
@@ -175,7 +175,7 @@ def test_leaving_early_closes_all_sessions(how: str) -> None:
 @pytest.mark.parametrize("turns", range(0, 100, 7))
 def test_a_client_that_ends_at_any_moment_leaves_no_session(turns: int) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         client = world.client()
         task = asyncio.create_task(collect(client.generate("ab", GenerationConfig(max_new_tokens=3))))
         for _ in range(turns):
@@ -202,7 +202,7 @@ def test_the_error_names_the_layers_that_no_peer_serves() -> None:
 
 def test_the_metrics_add_up() -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         reply = await collect(world.client().generate("ab", GenerationConfig(max_new_tokens=30)))
         metrics = reply.metrics
         assert (metrics.prompt_tokens, metrics.new_tokens, metrics.reused_tokens, metrics.repairs) == (6, 30, 0, 0)
@@ -219,7 +219,7 @@ def test_the_metrics_add_up() -> None:
 
 def test_a_repair_is_counted() -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         world.swarm.peers["b"].on_step = at_step(4, world.swarm.peers["b"].die)
         reply = await collect(world.client().generate("ab", GenerationConfig(max_new_tokens=9), raw=True))
         assert list(reply.token_ids) == toy_text([0, 1], 9)

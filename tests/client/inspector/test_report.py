@@ -20,9 +20,9 @@ from rich.console import Console
 from client.config import GenerationConfig
 from client.inspector.cli import routes
 from client.inspector.picture import Picture, Scale, picture_models
-from client.inspector.report import Inspection, MeasuredLink, ModelView, inspect_swarm, measure, view_model
+from client.inspector.report import Inspection, MeasuredLink, ModelView, inspect_swarm, measure_links, view_model
 from client.options import (
-    USUAL_SESSION_TOKENS,
+    DEFAULT_SESSION_TOKENS,
     package_manifest,
     parse_initial_peers,
     parse_numerics,
@@ -37,7 +37,7 @@ from swarm.routing.plan import RouteRequest
 from swarm.transport.link import LinkQuality
 from swarm.wire.messages import Hello
 from tests.harness import ROOT, run_swarm, swarm_command
-from tests.swarm.discovery.toy_query_peer import HELLO, Teller, model_record, teller, toy_files, toy_manifest
+from tests.swarm.discovery.toy_query_peer import HELLO, QueryPeer, model_record, query_peer, toy_files, toy_manifest
 from tests.swarm.routing.test_choose import EXACT, FAST, MS, NOW, peer
 
 REQUEST = RouteRequest(layers=30, hidden_bytes=2304, kv_tokens=100)
@@ -253,24 +253,24 @@ def test_nothing_is_written_where_json_cannot_be_encoded(capsys: pytest.CaptureF
 
 
 def test_the_default_kv_tokens_of_routes_are_those_of_generate() -> None:
-    assert GenerationConfig().max_new_tokens < USUAL_SESSION_TOKENS
+    assert GenerationConfig().max_new_tokens < DEFAULT_SESSION_TOKENS
     default = inspect.signature(routes).parameters["kv_tokens"].default
-    assert default == USUAL_SESSION_TOKENS
+    assert default == DEFAULT_SESSION_TOKENS
     assert f"for {REQUEST.kv_tokens} tokens of cache" in draw(inspect_toy(COVERED), 120)
 
 
 # -- over real sockets ---------------------------------------------------------------------------------------------
 
 
-async def toy_swarm(stack: AsyncExitStack, *spans: str) -> list[Teller]:
+async def toy_swarm(stack: AsyncExitStack, *spans: str) -> list[QueryPeer]:
     """Announced peers of the toy model, with one directory."""
     directory = MemoryDirectory()
     peers = []
     for i, span in enumerate(spans):
-        starting = teller(directory, name=f"peer{i}", span=LayerRange.parse(span), manifest=MANIFEST_BYTES)
+        starting = query_peer(directory, name=f"peer{i}", span=LayerRange.parse(span), manifest=MANIFEST_BYTES)
         peers.append(await stack.enter_async_context(starting))
         await peers[-1].announce(DIGEST)
-        await directory.publish(model_record(DIGEST).seal(peers[-1].identity))
+        await directory.publish(model_record(DIGEST).sign(peers[-1].identity))
     return peers
 
 
@@ -290,7 +290,7 @@ def test_peers_are_measured_and_unreachable_ones_have_a_reason() -> None:
                 near.record(DIGEST, peer_id="b" * 32, addresses=()),
             ]
             await gone.listener.close()
-            links = await measure(records, HELLO)
+            links = await measure_links(records, HELLO)
             assert links[near.identity.peer_id].reachable
             assert links[near.identity.peer_id].bytes_per_s > 0
             assert records[1].addresses[0] in links[gone.identity.peer_id].problem
@@ -315,12 +315,12 @@ def test_a_silent_peer_delays_no_other_and_a_bug_is_raised() -> None:
 
     async def test() -> None:
         records = [peer("stuck", "0:3"), peer("dead", "0:3"), *(peer(f"p{i}", "0:3") for i in range(40))]
-        links = await measure(records, HELLO, timeout=0.05, probe=stuck)
+        links = await measure_links(records, HELLO, timeout=0.05, probe=stuck)
         assert links["id-stuck"].problem.startswith("no answer within")
         assert links["id-dead"].problem == "nobody listens there"
         assert sum(link.reachable for link in links.values()) == 40
         with pytest.raises(ExceptionGroup) as caught:
-            await measure(records, HELLO, probe=buggy)
+            await measure_links(records, HELLO, probe=buggy)
         assert caught.group_contains(ZeroDivisionError)
 
     run(test())
@@ -335,7 +335,7 @@ def test_routes_draws_the_route_and_notes_trusted_addresses() -> None:
             assert "1 peer0" in done.stdout
             assert "a step takes" in done.stdout
             assert "covered" in done.stdout
-            assert f"{first.address.place} was taken on trust" in done.stderr
+            assert f"{first.address.host_port} was taken on trust" in done.stderr
             assert str(first.pinned) in done.stderr.replace("\n", "")
 
     run(test())
@@ -416,7 +416,7 @@ def test_models_lists_what_is_served() -> None:
 
 def test_models_of_an_empty_swarm_is_no_error() -> None:
     async def test() -> None:
-        async with teller() as alone:
+        async with query_peer() as alone:
             done = await swarm("models", "--initial-peer", str(alone.pinned), "--json")
             assert (done.returncode, json.loads(done.stdout)) == (0, {"schema": 1, "models": []})
             unknown = await swarm("routes", "nix", "--initial-peer", str(alone.pinned))

@@ -56,7 +56,7 @@ def failing(error: SwarmError) -> Callable[[], object]:
 
 def test_a_text_over_three_peers_is_the_models_text(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         pipeline = world.pipeline()
         assert await world.write(pipeline, prompt, COUNT) == toy_text(prompt, COUNT)
         assert pipeline.describe_route() == "a 0:2 → b 2:4 → c 4:6"
@@ -69,7 +69,7 @@ def test_a_text_over_three_peers_is_the_models_text(prompt: list[int]) -> None:
 
 def test_a_prompt_is_sent_in_chunks_and_several_are_in_flight(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         pipeline = world.pipeline()
         await world.write(pipeline, prompt, 1)
         starts = [forward.start for forward in world.swarm.peers["c"].steps]
@@ -86,7 +86,7 @@ def test_a_prompt_is_sent_in_chunks_and_several_are_in_flight(prompt: list[int])
 
 def test_only_tokens_that_are_not_computed_are_sent(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         pipeline = world.pipeline()
         written = await world.write(pipeline, prompt, 3)
         before = len(world.answers)
@@ -106,7 +106,7 @@ def test_only_tokens_that_are_not_computed_are_sent(prompt: list[int]) -> None:
 
 def test_a_step_that_was_sent_ahead_is_not_sent_again(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         pipeline = world.pipeline()
         known = list(prompt)
         for _ in range(4):
@@ -124,7 +124,7 @@ def test_a_step_that_was_sent_ahead_is_not_sent_again(prompt: list[int]) -> None
 @pytest.mark.parametrize("fault", [None, "cut"])
 def test_a_step_that_was_sent_ahead_for_another_token_changes_nothing(prompt: list[int], fault: str | None) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         pipeline = world.pipeline()
         known = [*prompt, int((await pipeline.advance(prompt, Sampling())).output.ids[-1])]
         pipeline.send_ahead(len(known) - 1, known[-1:], Sampling())
@@ -158,7 +158,7 @@ def test_a_failed_hop_is_replaced_and_no_token_is_lost_or_repeated(
     prompt: list[int], place: str, step: int, fault: str
 ) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         await world.swarm.add("a2", "0:2", layer_time_s=0.01)
         await world.swarm.add("c2", "4:6", layer_time_s=0.01)
         peer = world.swarm.peers[place]
@@ -178,7 +178,7 @@ def test_a_repair_does_not_change_a_sampled_text(prompt: list[int]) -> None:
     sampling = Sampling(temperature=0.8, seed=5)
 
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         peer = world.swarm.peers["b"]
         peer.on_step = at_step(10, peer.die)
         pipeline = world.pipeline()
@@ -190,7 +190,7 @@ def test_a_repair_does_not_change_a_sampled_text(prompt: list[int]) -> None:
 
 def test_peers_that_fail_one_after_the_other_are_all_replaced(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         for place, step in (("a", 3), ("b", 8), ("c", 14)):
             peer = world.swarm.peers[place]
             peer.on_step = at_step(step, peer.cut)
@@ -205,7 +205,7 @@ def test_peers_that_fail_one_after_the_other_are_all_replaced(prompt: list[int])
 
 def test_a_failure_while_repairing_is_repaired(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         await world.swarm.add("third", "2:4", layer_time_s=0.1)
         peer, spare = world.swarm.peers["b"], world.swarm.peers["spare"]
         peer.on_step = at_step(4, peer.die)
@@ -245,7 +245,7 @@ def test_no_route_uses_a_process_that_ended_between_two_tokens(prompt: list[int]
     """Its record and the measured link to it are still known; another process may answer at its address."""
 
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         pipeline = world.pipeline()
         written = await world.write(pipeline, prompt, 4)
         ended = world.swarm.peers["b"]
@@ -281,7 +281,7 @@ def test_a_peer_that_joins_meanwhile_is_waited_for(prompt: list[int]) -> None:
 
 def test_the_client_relays_between_peers_that_cannot_reach_each_other(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         a, b, c = (world.swarm.peers[name] for name in "abc")
         a.unreachable = {b.peer_id}
         b.unreachable = {c.peer_id}
@@ -321,7 +321,7 @@ def test_a_broken_link_between_two_peers_bans_neither(prompt: list[int]) -> None
 
 def test_a_busy_peer_is_replaced(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
 
         def refuse(ask: OpenSession) -> None:
             raise PeerBusy("no room", retry_after=30.0)
@@ -374,7 +374,7 @@ def test_a_peer_that_stays_busy_too_long_surfaces_as_busy(prompt: list[int]) -> 
 
 def test_a_leaving_peer_is_replaced_between_two_tokens(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         pipeline = world.pipeline()
         written = await world.write(pipeline, prompt, 4)
         await world.swarm.peers["b"].leave()
@@ -406,7 +406,7 @@ def test_a_leaving_peer_without_a_spare_is_used_until_it_is_gone(prompt: list[in
 
 def test_a_record_of_an_earlier_process_is_not_used(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         world.swarm.peers["b"].incarnation = 2  # the published record is that of the first process
         pipeline = world.pipeline()
         assert await world.write(pipeline, prompt, COUNT) == toy_text(prompt, COUNT)
@@ -419,10 +419,10 @@ def test_a_record_of_an_earlier_process_is_not_used(prompt: list[int]) -> None:
 
 def test_a_peer_with_another_key_at_the_address_is_not_used(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         b, other = world.swarm.peers["b"], world.swarm.peers["spare"]
-        record = dataclasses.replace(b.record(), addresses=(other.address.place,))
-        await world.swarm.directory.publish(record.seal(b.identity))
+        record = dataclasses.replace(b.record(), addresses=(other.address.host_port,))
+        await world.swarm.directory.publish(record.sign(b.identity))
         pipeline = world.pipeline()
         assert await world.write(pipeline, prompt, COUNT) == toy_text(prompt, COUNT)
         assert "spare" in pipeline.describe_route()
@@ -445,7 +445,7 @@ INVALID_OUTPUTS: dict[str, Callable[[Output], Output]] = {
 @pytest.mark.parametrize("what", INVALID_OUTPUTS)
 def test_a_peer_that_sends_an_invalid_output_is_replaced(prompt: list[int], what: str) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         await world.swarm.add("c2", "4:6", layer_time_s=0.01)
         world.swarm.peers["c"].alter_output = INVALID_OUTPUTS[what]
         pipeline = world.pipeline()
@@ -458,7 +458,7 @@ def test_a_peer_that_sends_an_invalid_output_is_replaced(prompt: list[int], what
 
 def test_the_sender_of_relayed_hidden_states_of_a_wrong_shape_is_replaced(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         b, c = world.swarm.peers["b"], world.swarm.peers["c"]
         b.unreachable = {c.peer_id}
         b.alter_output = lambda o: dataclasses.replace(o, hidden=np.zeros((1, 3), np.float32))
@@ -481,7 +481,7 @@ def test_if_a_hop_refuses_hidden_states_their_sender_is_replaced(prompt: list[in
     """Which of the two is at fault shows when the client relays between them."""
 
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         b = world.swarm.peers["b"]
 
         def start_altering() -> None:
@@ -504,7 +504,7 @@ def test_an_error_that_is_no_peers_fault_surfaces_and_bans_no_peer(
     prompt: list[int], name: str, error: SwarmError
 ) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         peer = world.swarm.peers[name]
         peer.on_step = at_step(7, failing(error))
         pipeline = world.pipeline()
@@ -521,7 +521,7 @@ def test_an_error_that_is_no_peers_fault_surfaces_and_bans_no_peer(
 
 def test_a_local_bug_surfaces_and_bans_no_peer(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         pipeline = world.pipeline()
 
         def full_disk(_: object) -> None:
@@ -542,7 +542,7 @@ def test_a_local_bug_surfaces_and_bans_no_peer(prompt: list[int]) -> None:
 @pytest.mark.parametrize("step", [0, 1, 3, 6, 8])
 def test_a_cancelled_step_leaves_the_session_usable(prompt: list[int], step: int, relayed: bool) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         if relayed:
             world.swarm.peers["b"].unreachable = {world.swarm.peers["c"].peer_id}
         pipeline = world.pipeline()
@@ -562,7 +562,7 @@ def test_a_cancelled_step_leaves_the_session_usable(prompt: list[int], step: int
 @pytest.mark.parametrize("turns", range(0, 60, 3))
 def test_a_cancellation_at_any_moment_leaves_no_session_open(prompt: list[int], turns: int) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         pipeline = world.pipeline()
         writing = asyncio.create_task(world.write(pipeline, prompt, COUNT))
         for _ in range(turns):
@@ -578,7 +578,7 @@ def test_a_cancellation_at_any_moment_leaves_no_session_open(prompt: list[int], 
 
 def test_sessions_do_not_disturb_each_other(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         peer = world.swarm.peers["b"]
         peer.on_step = at_step(30, peer.die)
         prompts = [prompt[start:] for start in range(0, 40, 5)]
@@ -621,7 +621,7 @@ def test_guesses_are_bounded_if_a_hop_has_a_sliding_cache(attends_to: int, furth
 
 def test_a_session_answers_one_question_at_a_time(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         pipeline = world.pipeline()
         first = asyncio.create_task(pipeline.advance(prompt, Sampling()))
         await asyncio.sleep(0)
@@ -640,7 +640,7 @@ def test_a_session_answers_one_question_at_a_time(prompt: list[int]) -> None:
 @pytest.mark.parametrize("turns", range(0, 80, 8))
 def test_closing_a_session_during_a_step_raises_in_the_step(prompt: list[int], turns: int) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         pipeline = world.pipeline()
         writing = asyncio.create_task(world.write(pipeline, prompt, 300))
         for _ in range(turns):
@@ -656,7 +656,7 @@ def test_closing_a_session_during_a_step_raises_in_the_step(prompt: list[int], t
 @pytest.mark.parametrize("turns", range(0, 60, 3))
 def test_closing_a_session_while_it_answers_raises_at_once(prompt: list[int], turns: int) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         pipeline = world.pipeline()
         writing = asyncio.create_task(world.write(pipeline, prompt, COUNT))
         for _ in range(turns):
@@ -674,7 +674,7 @@ def test_closing_a_session_does_not_wait_for_a_stalled_peer(prompt: list[int]) -
     slow = dataclasses.replace(QUICK, step_floor_s=600.0)
 
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         pipeline = world.pipeline()
         peer = world.swarm.peers["b"]
         stuck = asyncio.Event()
@@ -695,7 +695,7 @@ def test_closing_a_session_does_not_wait_for_a_stalled_peer(prompt: list[int]) -
 
 def test_repairs_end_after_max_repairs(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
 
         def always(count: int, forward: Forward) -> None:
             raise UnknownSession("never heard of it")
@@ -728,7 +728,7 @@ def test_a_slow_peer_is_not_taken_for_a_stalled_one(prompt: list[int]) -> None:
 
 def test_a_peer_that_computes_for_others_only_is_replaced_without_a_ban(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         peer = world.swarm.peers["b"]
         peer.computes_for_others = True
         peer.on_step = at_step(5, peer.get_stuck)
@@ -760,7 +760,7 @@ def test_without_a_spare_a_peer_that_answers_a_ping_is_used_again_at_once(prompt
 
 def test_many_sessions_that_see_one_incident_ban_the_peer_for_one(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         peer = world.swarm.peers["b"]
         peer.on_step = at_step(20, peer.cut)
         pipelines = [world.pipeline() for _ in range(12)]
@@ -780,7 +780,7 @@ def test_a_peer_that_refuses_a_session_with_an_unexpected_error_is_replaced(
     prompt: list[int], odd: type[SwarmError]
 ) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
 
         def refuse(_: OpenSession) -> None:
             raise odd("not in the mood")
@@ -799,7 +799,7 @@ def test_a_peer_that_refuses_connections_with_an_unexpected_error_is_replaced(
     prompt: list[int], odd: type[SwarmError]
 ) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
 
         def refuse() -> Hello:
             raise odd("not in the mood")
@@ -815,7 +815,7 @@ def test_a_peer_that_refuses_connections_with_an_unexpected_error_is_replaced(
 
 def test_a_peers_complaint_about_our_bytes_is_a_local_error(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         peer = world.swarm.peers["b"]
         peer.on_step = at_step(3, failing(RemoteProtocolError("your bytes are wrong")))
         pipeline = world.pipeline()

@@ -48,14 +48,14 @@ async def write(
         limit=len(prompt) + count - 1 if limit is None else limit,
         guesser=guesser,
     )
-    pipeline.on_answer = speculation.hear
+    pipeline.on_answer = speculation.on_answer
     try:
         while len(known) < len(prompt) + count:
             before = len(known)
             trip = await speculation.next()
             assert list(trip.tokens) == known[before:]
             assert trip.tokens
-            await speculation.go_on()
+            await speculation.send_ahead()
     finally:
         await speculation.close()
     return known[len(prompt) :][:count], speculation

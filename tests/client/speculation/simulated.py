@@ -84,7 +84,7 @@ class SimulatedPipeline:
         return len(self._windows)
 
     @property
-    def line_end(self) -> int:
+    def windows_end(self) -> int:
         return self._windows[-1].start + len(self._windows[-1].tokens) if self._windows else 0
 
     def furthest(self, length: int) -> int:
@@ -214,13 +214,13 @@ async def speed(
         limit=20 + count - 1,
         guesser=guesser if k != 0 else None,
     )
-    pipeline.on_answer = speculation.hear
+    pipeline.on_answer = speculation.on_answer
     await speculation.next()
     began = loop.time()
-    await speculation.go_on()
+    await speculation.send_ahead()
     while len(known) < 20 + count:
         await speculation.next()
-        await speculation.go_on()
+        await speculation.send_ahead()
     took = loop.time() - began
     await speculation.close()
     pipeline.close()

@@ -134,9 +134,9 @@ def test_a_long_prompt_is_read_in_chunks(model: DraftModel, engine: RecordingEng
 def test_tokens_that_were_read_are_not_read_again(model: DraftModel, engine: RecordingEngine) -> None:
     async def test() -> None:
         draft = begin_draft(model, PROMPT)
-        assert draft.unread == len(PROMPT) - 1
+        assert draft.unread_tokens == len(PROMPT) - 1
         await draft.read()
-        assert draft.unread == 0
+        assert draft.unread_tokens == 0
         await draft.propose(1)
         assert [(step.start, len(step.tokens)) for step in engine.steps] == [
             (0, len(PROMPT) - 1),
@@ -152,9 +152,9 @@ def test_beyond_its_context_it_makes_no_guesses(model: DraftModel) -> None:
         draft.begin(PROMPT, Sampling())
         assert len(await draft.propose(9)) == 3  # two more positions, and a token that needs none
         assert await draft.propose(1) == []
-        assert draft.silence == "the text has 7 tokens, and the draft's context is 6"
+        assert draft.off_reason == "the text has 7 tokens, and the draft's context is 6"
         draft.begin(PROMPT, Sampling())
-        assert draft.silence == ""
+        assert draft.off_reason == ""
         long, pipeline = model.draft(20), EnginePipeline(ToyEngine(TOY), 60)
         _, speculation = await write(pipeline, PROMPT, 30, long, k=2)
         report = speculation.report()

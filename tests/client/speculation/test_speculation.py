@@ -226,7 +226,7 @@ def test_peers_that_rewind_and_drop_void_windows_write_the_models_text(
     prompt: list[int], depth: int, instant: bool
 ) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         world.swarm.peers["b"].delay_s = 0.02  # so long that a correction makes the windows void that wait there
         pipeline = world.pipeline()
         written, speculation = await write(pipeline, prompt, COUNT, scripted(prompt, instant=instant), k=2, depth=depth)
@@ -247,7 +247,7 @@ def test_peers_that_rewind_and_drop_void_windows_write_the_models_text(
 @pytest.mark.parametrize("place", ["a", "c"])
 def test_a_hop_that_fails_in_the_middle_of_a_verify_changes_nothing(prompt: list[int], place: str, fault: str) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         spans = {"a": "0:2", "c": "4:6"}
         await world.swarm.add("other", spans[place], layer_time_s=0.01)
         peer = world.swarm.peers[place]
@@ -265,7 +265,7 @@ def test_a_hop_that_fails_in_the_middle_of_a_verify_changes_nothing(prompt: list
 
 def test_windows_are_relayed_between_peers_that_cannot_reach_each_other(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         a, b = world.swarm.peers["a"], world.swarm.peers["b"]
         a.unreachable.add(b.peer_id)
         pipeline = world.pipeline()
@@ -280,7 +280,7 @@ def test_windows_are_relayed_between_peers_that_cannot_reach_each_other(prompt: 
 
 def test_a_failure_in_a_void_window_is_repaired_too(prompt: list[int]) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         wrong = [False]
 
         def on_step(count: int, forward: object) -> None:
@@ -300,7 +300,7 @@ def test_a_failure_in_a_void_window_is_repaired_too(prompt: list[int]) -> None:
 @pytest.mark.parametrize("turns", range(0, 160, 20))
 def test_a_cancellation_at_any_moment_leaves_the_session_usable(prompt: list[int], turns: int) -> None:
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         pipeline = world.pipeline()
         draft = scripted(prompt, instant=False)
         task = asyncio.create_task(write(pipeline, prompt, COUNT, draft, k=2, depth=3))
@@ -322,7 +322,7 @@ def test_a_draft_whose_device_fails_is_switched_off_and_the_report_says_why(prom
             raise EngineError("the draft's device is gone")
 
     async def test(world: World) -> None:
-        await world.three()
+        await world.add_three_peers()
         pipeline = world.pipeline()
         draft = Broken(prompt, errors=0.0, instant=False)
         written, speculation = await write(pipeline, prompt, 12, draft, k=2)

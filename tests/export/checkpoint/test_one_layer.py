@@ -13,7 +13,7 @@ from export.checkpoint.checkpoint import Checkpoint
 from export.checkpoint.one_layer import Decoder
 from export.checkpoint.torch_stack import load_transformers
 from export.graph.compress import Format
-from export.package.from_checkpoint import Work
+from export.package.from_checkpoint import CheckpointExport
 from swarm.errors import PackageError, UnsupportedModel
 from tests.export.make_tiny import HIDDEN, LAYERS, common_config
 
@@ -35,7 +35,7 @@ def test_the_digest_of_a_part_does_not_depend_on_the_checkpoints_path(
     shutil.copytree(source, tmp_path / "elsewhere")
     monkeypatch.chdir(tmp_path)
     paths = [source, tmp_path / "elsewhere", Path("elsewhere")]
-    assert len({Work.on(path, Format()).made_from("layer_001", 1) for path in paths}) == 1
+    assert len({CheckpointExport.open(path, Format()).made_from("layer_001", 1) for path in paths}) == 1
 
 
 def test_a_layer_with_other_settings_in_the_whole_model_is_refused(tmp_path: Path) -> None:

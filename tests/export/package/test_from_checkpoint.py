@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from export.graph.compress import Format
 from export.graph.static import static_spec
-from export.package.from_checkpoint import Work, export_checkpoint, parts_within
+from export.package.from_checkpoint import CheckpointExport, export_checkpoint, parts_within
 from export.package.journal import Journal
 from export.verify.check import check_package
 from swarm.app.main import app
@@ -135,12 +135,12 @@ def test_missing_parts_are_named(tiny_checkpoints: Mapping[str, Path], tmp_path:
     journal = Journal(tmp_path / "package.partial")
     journal.create()
     with pytest.raises(PackageError, match=r"lacks embed, layer_000, layer_001, layer_002 \.\.\.: export these"):
-        assemble(Work.on(tiny_checkpoints["qwen3"], Format()), journal)
+        assemble(CheckpointExport.open(tiny_checkpoints["qwen3"], Format()), journal)
 
 
 def test_parts_of_another_format_or_checkpoint_are_not_reused(tiny_checkpoints: Mapping[str, Path]) -> None:
     digests = {
-        Work.on(tiny_checkpoints[family], format).made_from("layer_001", 1)
+        CheckpointExport.open(tiny_checkpoints[family], format).made_from("layer_001", 1)
         for family in ("qwen3", "llama")
         for format in (Format(), Format(weights="int4"), Format(weights="int4", group=64))
     }

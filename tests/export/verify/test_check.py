@@ -65,7 +65,7 @@ def test_another_models_checkpoint_is_refused(
 def test_the_text_of_a_model_larger_than_memory_is_compared_too(
     tiny_checkpoints: Mapping[str, Path], checkpoint_packages: Packages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("export.verify.check.share_of", lambda memory: 0)
+    monkeypatch.setattr("export.verify.check.default_memory_limit", lambda memory: 0)
     report = check_package(checkpoint_packages[0]["gemma3_text"], tiny_checkpoints["gemma3_text"])
     assert report.text is None
     assert report.choices is not None

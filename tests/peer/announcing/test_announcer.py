@@ -21,7 +21,7 @@ from swarm.transport.identity import Identity
 from swarm.transport.stream import Stream, listen
 from swarm.wire.messages import Hello
 from tests.cases.observer import eventually
-from tests.swarm.discovery.toy_query_peer import HELLO, model_record, peer_record, teller
+from tests.swarm.discovery.toy_query_peer import HELLO, model_record, peer_record, query_peer
 
 DIGEST = "0123456789abcdef" * 4
 AT = Address("127.0.0.1", 1)
@@ -191,8 +191,8 @@ def test_links_to_other_peers_are_measured_and_announced() -> None:
     async def test() -> None:
         directory, identity = MemoryDirectory(), Identity.generate()
         dead = Identity.generate()
-        await directory.publish(peer_record(dead, DIGEST, address=AT).seal(dead))
-        async with teller(directory) as near:
+        await directory.publish(peer_record(dead, DIGEST, address=AT).sign(dead))
+        async with query_peer(directory) as near:
             await near.announce(DIGEST)
 
             async def measured() -> PeerRecord | None:
@@ -233,11 +233,11 @@ def test_a_link_is_unreachable_when_its_peer_dies_and_removed_with_its_record() 
             return other.peer_id in announcer.links and expected(announcer.links[other.peer_id].rtt_s)
 
         async with running(announcer):
-            async with teller(directory, identity=other) as near:
+            async with query_peer(directory, identity=other) as near:
                 await near.announce(DIGEST)
                 await eventually(lambda: link_is(math.isfinite), "the link is measured")
             await eventually(lambda: link_is(math.isinf), "the link is unreachable")
-            async with teller(directory, identity=other, incarnation=2) as again:
+            async with query_peer(directory, identity=other, incarnation=2) as again:
                 await again.announce(DIGEST, incarnation=2, announced_at=now + 1, expires_at=now + 31)
                 await eventually(lambda: link_is(math.isfinite), "the link to the restarted peer is measured")
             now += 60
@@ -254,8 +254,8 @@ def test_a_peer_with_another_id_at_the_address_counts_as_unreachable() -> None:
     async def test() -> None:
         directory, other = MemoryDirectory(), Identity.generate()
         announcer = make_announcer(directory, Identity.generate())
-        async with teller(directory) as stranger:
-            await directory.publish(peer_record(other, DIGEST, address=stranger.address).seal(other))
+        async with query_peer(directory) as stranger:
+            await directory.publish(peer_record(other, DIGEST, address=stranger.address).sign(other))
 
             async def measured() -> bool:
                 return other.peer_id in announcer.links
@@ -278,10 +278,10 @@ def test_an_unusual_refusal_by_one_peer_does_not_stop_the_other_measurements() -
         directory, odd = MemoryDirectory(), Identity.generate()
         announcer = make_announcer(directory, Identity.generate())
         listener = await listen("127.0.0.1", 0, odd, refuse, handle)
-        async with teller(directory) as near:
+        async with query_peer(directory) as near:
             await near.announce(DIGEST)
             address = Address("127.0.0.1", listener.port)
-            await directory.publish(peer_record(odd, DIGEST, address=address).seal(odd))
+            await directory.publish(peer_record(odd, DIGEST, address=address).sign(odd))
 
             async def measured() -> bool:
                 return len(announcer.links) == 2
@@ -299,7 +299,7 @@ def test_cancelling_closes_all_channels() -> None:
     async def test() -> None:
         directory = MemoryDirectory()
         announcer = make_announcer(directory, Identity.generate())
-        async with teller(directory) as near:
+        async with query_peer(directory) as near:
             await near.announce(DIGEST)
 
             async def measured() -> bool:

@@ -24,7 +24,7 @@ from peer.batching.scheduler import (
     SerialScheduler,
 )
 from swarm.engine.paged.block_tables import BlockTables
-from swarm.engine.paged.blocks import BLOCK_TOKENS, BlockPool, first_name, names_of, pack_names
+from swarm.engine.paged.blocks import BLOCK_TOKENS, BlockPool, block_names, pack_names, root_name
 from swarm.errors import UnknownSession
 
 SIZE = 4
@@ -126,7 +126,7 @@ def test_a_slow_writer_counts_while_it_is_away_and_no_longer_once_it_pauses() ->
             scheduler.add(step(name, client="one", start=start, at=at, hops=2))
         portions = scheduler.next_round(at)
         scheduler.finish_round(portions, 0.01, at)
-        for pending in list(scheduler._due):
+        for pending in list(scheduler._pending):
             scheduler.remove(pending)
         return len(portions)
 
@@ -203,7 +203,7 @@ def test_a_session_without_a_step_is_evicted_for_an_older_one() -> None:
     tables.check("silent", 0, SIZE).prepare(0, SIZE)
     scheduler.add(step("old", 2 * SIZE, age=1.0, at=2.0))
     assert sizes(scheduler.next_round(2.0)) == {"old": 2 * SIZE}
-    assert tables.held("silent") == 0
+    assert tables.exclusive_blocks("silent") == 0
 
 
 def test_nothing_of_clients_and_engines_remains_after_their_last_session() -> None:
@@ -216,9 +216,9 @@ def test_nothing_of_clients_and_engines_remains_after_their_last_session() -> No
     while portions := scheduler.next_round(0.0):
         scheduler.finish_round(portions, 0.01, 0.0)
     scheduler.remove_session("b")
-    assert (list(scheduler._last_rounds), list(scheduler._served)) == ([None], ["a"])
+    assert (list(scheduler._last_rounds), list(scheduler._served_tokens)) == ([None], ["a"])
     scheduler.remove_session("a")
-    assert (scheduler._last_rounds, scheduler._served, scheduler._sequences) == ({}, {}, {})
+    assert (scheduler._last_rounds, scheduler._served_tokens, scheduler._sequences) == ({}, {}, {})
 
 
 def test_the_worker_lingers_for_the_rest_of_a_batch_and_for_nothing_else() -> None:
@@ -241,7 +241,7 @@ def test_the_worker_lingers_for_the_rest_of_a_batch_and_for_nothing_else() -> No
     scheduler.remove_session("b")
     scheduler.remove_session("c")
     scheduler.remove_session("d")
-    scheduler.remove(scheduler._due[-1])
+    scheduler.remove(scheduler._pending[-1])
     scheduler.remove_session("long")
     assert scheduler.linger_s(0.05) == 0.0, "no other session writes"
 
@@ -313,18 +313,18 @@ def test_paused_sessions_are_evicted_first_then_the_youngest_and_never_older_one
     for name, age in (("old", 1.0), ("mid", 2.0), ("new", 3.0)):
         scheduler.add(step(name, SIZE, start=SIZE, age=age, at=late))
     portions = scheduler.next_round(late)
-    assert (tables.held("idle"), scheduler.preempted) == (0, 1)
+    assert (tables.exclusive_blocks("idle"), scheduler.preempted) == (0, 1)
     assert compute(tables, portions) == []
     scheduler.finish_round(portions, 0.01, late)
     assert tables.pool.used == 6
     scheduler.add(step("old", 2 * SIZE, start=2 * SIZE, age=1.0, at=late))
     scheduler.add(step("mid", SIZE, start=2 * SIZE, age=2.0, at=late))
     portions = scheduler.next_round(late + 0.1)
-    assert (tables.held("new"), scheduler.preempted) == (0, 2)
+    assert (tables.exclusive_blocks("new"), scheduler.preempted) == (0, 2)
     assert sizes(portions) == {"old": 2 * SIZE}
     compute(tables, portions)
     scheduler.finish_round(portions, 0.01, late + 0.1)
-    (waiting,) = scheduler._due
+    (waiting,) = scheduler._pending
     assert waiting.session == "mid"
     assert scheduler.pop_starved(late + 0.2) == []
     assert scheduler.pop_starved(late + 0.2 + MAX_BLOCK_WAIT_S) == [waiting]
@@ -332,10 +332,10 @@ def test_paused_sessions_are_evicted_first_then_the_youngest_and_never_older_one
 
 
 def test_blocks_that_only_younger_sessions_share_are_evicted_for_an_older_one() -> None:
-    first = first_name("model")
+    first = root_name("model")
     ids = np.arange(4 * BLOCK_TOKENS, dtype=np.int32)
     tables = BlockTables(BlockPool(8, BLOCK_TOKENS))
-    packed = pack_names(first, names_of(ids, first=first), most=1 << 10)
+    packed = pack_names(first, block_names(ids, first=first), max_bytes=1 << 10)
     for session in ("before", "old", "one", "other"):
         tables.open(session, 8 * BLOCK_TOKENS)
     scheduler = calibrated_scheduler(tables)
@@ -347,15 +347,15 @@ def test_blocks_that_only_younger_sessions_share_are_evicted_for_an_older_one() 
         scheduler.finish_round(portions, 0.01, 0.0)
         return portions
 
-    tables.adopt("before", packed, tag=b"")
+    tables.reuse_prefix("before", packed, tag=b"")
     tables.find("before").prepare(0, len(ids))
     tables.find("before").commit(ids)
     tables.close("before")
     computed(step("old", 4 * BLOCK_TOKENS, age=1.0))
     for session, age in (("one", 2.0), ("other", 3.0)):
         scheduler.add_session(session, client=session, engine=None, opened_at=age, now=0.0)
-        assert len(tables.adopt(session, packed, tag=b"")) == len(ids)
-    assert (tables.free, tables.held("one"), tables.held("other")) == (0, 0, 0)
+        assert len(tables.reuse_prefix(session, packed, tag=b"")) == len(ids)
+    assert (tables.free, tables.exclusive_blocks("one"), tables.exclusive_blocks("other")) == (0, 0, 0)
     assert sizes(computed(step("old", start=4 * BLOCK_TOKENS, age=1.0))) == {"old": 1}
     assert scheduler.preempted == 2
     assert tables.sharing(["old"]) == ["old"]
@@ -373,9 +373,9 @@ def test_a_session_whose_every_token_takes_seconds_is_not_paused() -> None:
         scheduler.finish_round(portions, 0.01, start * gap)
     scheduler.add(step("young", 2 * SIZE, at=2 * gap, age=2.0))
     assert scheduler.next_round(1.9 * gap) == []
-    assert tables.held("slow") == 1
+    assert tables.exclusive_blocks("slow") == 1
     assert "young" in sizes(scheduler.next_round(10 * gap))
-    assert tables.held("slow") == 0
+    assert tables.exclusive_blocks("slow") == 0
 
 
 def test_the_serial_scheduler_lets_no_step_overtake() -> None:
@@ -473,4 +473,4 @@ def test_every_session_ends_and_the_oldest_never_starves(plans: list[tuple[int, 
         tables.pool.forget()
     assert tables.pool.free == blocks
     assert len(scheduler) == 0
-    assert scheduler._served == {}
+    assert scheduler._served_tokens == {}

@@ -103,7 +103,7 @@ class Pipeline:
         if wait > 1e-9:  # less is a rounding error
             self._schedule_at(self.now + wait, lambda: None)
             return
-        since = max(self._free_at[stage], min(step.queued_at for step in scheduler._due))
+        since = max(self._free_at[stage], min(step.queued_at for step in scheduler._pending))
         assert self.now - since <= LINGER_SHARE * self._last_s[stage] + 1e-6, "the device idles while steps wait"
         portions = scheduler.next_round(self.now)
         assert portions, "the device idles while a step could run"
@@ -111,7 +111,7 @@ class Pipeline:
         self.rounds[stage].append(len(portions))
         self._busy[stage] = True
         chosen = {portion.step.session for portion in portions}
-        for step in scheduler._due:
+        for step in scheduler._pending:
             place = stage, int(step.session)
             self._rounds_waited[place] = 0 if step.session in chosen else self._rounds_waited[place] + 1
             if step.remaining <= MAX_SHORT_TOKENS:

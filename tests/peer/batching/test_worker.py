@@ -299,7 +299,7 @@ def test_a_step_that_waits_when_its_session_ends_leaves_no_state() -> None:
             await waiting
         await until(lambda: worker.waiting == 0)
         await worker.close()
-        assert (scheduler._sequences, scheduler._served, len(scheduler)) == ({}, {}, 0)
+        assert (scheduler._sequences, scheduler._served_tokens, len(scheduler)) == ({}, {}, 0)
 
     asyncio.run(main())
 

@@ -15,7 +15,7 @@ from swarm.discovery.records import LEAVING, SERVING
 from swarm.model.manifest import load_manifest
 from swarm.model.spans import LayerRange
 from tests.cases.observer import records_at
-from tests.harness import family_of, is_listening, ports_of, run_swarm, still_running, wait_until
+from tests.harness import is_listening, listening_ports, process_tree, run_swarm, still_running, wait_until
 
 FRONT, BACK = LayerRange(0, 15), LayerRange(15, 30)
 MAX_SHUTDOWN_S = 10.0
@@ -29,8 +29,8 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_all_end(members: list[Member], number: signal.Signals) -> None:
     """Signal each member; its process, its children and its ports must be gone in time."""
-    families = [family_of(member) for member in members]
-    ports = set().union(*map(ports_of, families))
+    families = [process_tree(member) for member in members]
+    ports = set().union(*map(listening_ports, families))
     assert ports
     for member in members:
         member.signal(number)
@@ -75,7 +75,7 @@ def test_a_peer_joins_by_model_name_and_another_leaves_by_ctrl_c(smollm2_package
         assert {record.state for record in both.values()} == {SERVING}
 
         # The record says "leaving" before the peer ends.
-        processes, ports = family_of(first), ports_of(family_of(first))
+        processes, ports = process_tree(first), listening_ports(process_tree(first))
         first.signal(signal.SIGINT)
         state = wait_until(
             lambda: (r := records_at(second, manifest.digest).get("first")) is None or (r.state != SERVING and r.state),
@@ -95,7 +95,7 @@ def test_a_bootstrap_answers_queries_without_a_model_and_ctrl_c_twice_ends_it(tm
         bootstrap = swarm.bootstrap()
         swarm.wait()
         assert records_at(bootstrap, "0" * 64) == {}
-        processes = family_of(bootstrap)
+        processes = process_tree(bootstrap)
         bootstrap.signal(signal.SIGINT)
         bootstrap.signal(signal.SIGINT)
         bootstrap.process.wait(timeout=MAX_SHUTDOWN_S)
@@ -106,7 +106,7 @@ def test_ctrl_c_while_a_peer_loads_leaves_no_process(smollm2_package: Path, tmp_
     with LocalSwarm(tmp_path / "swarm") as swarm:
         member = swarm.join(smollm2_package, FRONT)
         swarm.wait(phase="checked")
-        processes = family_of(member)
+        processes = process_tree(member)
         member.signal(signal.SIGINT)
         assert member.process.wait(timeout=MAX_SHUTDOWN_S) == 130
         wait_until(lambda: not still_running(processes), "no child is left", MAX_SHUTDOWN_S)

@@ -40,7 +40,7 @@ def test_a_configured_address_is_the_only_one() -> None:
 
 
 def test_the_ports_after_the_default_one_are_tried_next() -> None:
-    assert [address.place for address in listen_addresses(None)[:2]] == ["0.0.0.0:31337", "0.0.0.0:31338"]
+    assert [address.host_port for address in listen_addresses(None)[:2]] == ["0.0.0.0:31337", "0.0.0.0:31338"]
 
 
 @pytest.mark.usefixtures("_interfaces")

@@ -14,11 +14,11 @@ from swarm.errors import ConfigError
 from swarm.model.manifest import FileEntry, LayerSpec, Manifest, even_grid, layer_part
 from swarm.model.memory_footprint import (
     EMPTY_PEER_BYTES,
+    default_kv_tokens,
     layer_bytes,
     layers_that_fit,
     needed_bytes,
     step_bytes,
-    usual_kv_tokens,
 )
 from swarm.model.spans import LayerRange
 
@@ -132,8 +132,8 @@ def test_unserved_layers_are_counted() -> None:
 
 
 def test_the_usual_kv_cache_is_no_longer_than_the_context() -> None:
-    assert usual_kv_tokens(TOY) == 2048
-    assert usual_kv_tokens(TOY, 10**6) == TOY.context_length
+    assert default_kv_tokens(TOY) == 2048
+    assert default_kv_tokens(TOY, 10**6) == TOY.context_length
 
 
 def test_layers_that_belong_together_are_served_together_or_not_at_all() -> None:

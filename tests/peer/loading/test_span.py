@@ -52,11 +52,11 @@ def test_a_span_and_its_segments_give_the_unsplit_models_tokens(
     async def main() -> None:
         service = SpanService(serving, peer_id=identity.peer_id, hello=hello)
         async with PeerServer(identity=identity, hello=hello, query_handler=QueryHandler(hello=hello)) as server:
-            server.begin(service)
+            server.start_service(service)
             await server.start("127.0.0.1", 0)
             caller = Caller()
             caller.channel = await Channel.open(
-                [Address("127.0.0.1", server.port, identity.peer_id)], client_hello(), on_message=caller._hear
+                [Address("127.0.0.1", server.port, identity.peer_id)], client_hello(), on_message=caller._on_message
             )
             await caller.open("whole-span", layers=manifest.span)
             await caller.open("front-part", layers=FRONT)

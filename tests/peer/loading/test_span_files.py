@@ -24,7 +24,7 @@ from peer.loading.span_files import (
 )
 from peer.report import ProgressCallback
 from peer.serving.queries import SharedFiles
-from peer.sessions.service import Load, Serving
+from peer.sessions.service import Load, ServedSpan
 from swarm.discovery.directory import MemoryDirectory
 from swarm.discovery.records import PeerRecord
 from swarm.errors import ConfigError, DamagedFile, PackageError, UnknownModel
@@ -81,17 +81,17 @@ def manifest_of(package: Path) -> Manifest:
 async def publish(
     directory: MemoryDirectory, host: Host, manifest: Manifest, shared_files: SharedFiles, span: LayerRange
 ) -> None:
-    serving = Serving(manifest=manifest, engine=ToyEngine(span), limits=SessionLimits(kv_total=10))
+    serving = ServedSpan(manifest=manifest, engine=ToyEngine(span), limits=SessionLimits(kv_total=10))
     tested = SelfTest(numerics="f32/f32", layer_time_s=1e-3, prefill_time_s=1e-4)
     announcement = Announcement.of(
         serving, shared_files, tested, peer_id=host.identity.peer_id, incarnation=1, device="CPU"
     )
     load = Load(kv_free=10, kv_total=10, sessions=0, queue=0, state="serving", layer_time_s=None, prefill_time_s=None)
     now = time.time()
-    record = announcement.record(load, name="toy", addresses=[host.address.place])
+    record = announcement.record(load, name="toy", addresses=[host.address.host_port])
     record = replace(record, announced_at=now, expires_at=now + 100)
-    await directory.publish(record.seal(host.identity))
-    await directory.publish(replace(announcement.model(), expires_at=record.expires_at).seal(host.identity))
+    await directory.publish(record.sign(host.identity))
+    await directory.publish(replace(announcement.model(), expires_at=record.expires_at).sign(host.identity))
 
 
 def test_a_package_directory_is_used_in_place(package: Path, tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_free_memory_is_divided_between_kv_cache_and_segments(package: Path) -> 
 
 def test_a_record_has_the_latest_measurements() -> None:
     manifest, identity = toy_manifest(), Identity.generate()
-    serving = Serving(manifest=manifest, engine=ToyEngine(LayerRange(0, 2)), limits=SessionLimits(kv_total=10))
+    serving = ServedSpan(manifest=manifest, engine=ToyEngine(LayerRange(0, 2)), limits=SessionLimits(kv_total=10))
     tested = SelfTest(numerics="f32/f32", layer_time_s=1e-3, prefill_time_s=1e-4)
     shared_files = SharedFiles(package=Path(), manifest=manifest, entries=())
     announcement = Announcement.of(serving, shared_files, tested, peer_id=identity.peer_id, incarnation=7, device="CPU")

@@ -21,7 +21,7 @@ import pytest
 from peer.config import SessionLimits
 from peer.connections.caller import Connection
 from peer.serving.queries import SharedFiles
-from peer.sessions.service import Serving, SpanService
+from peer.sessions.service import ServedSpan, SpanService
 from swarm.errors import PeerBusy
 from swarm.model.manifest import describe_file
 from swarm.model.spans import LayerRange
@@ -36,7 +36,7 @@ from tests.peer.toy_swarm import PATIENCE_S, SECRET, Caller, Host, calling, clie
 PROMPT = [3, 1, 4]
 
 
-class Socket:
+class RawConnection:
     """TLS, and any bytes that a test sends."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -60,7 +60,7 @@ class Socket:
             header, payload = PREFIX.unpack(await self._reader.readexactly(PREFIX.size))
             return msgpack.unpackb(await self._reader.readexactly(header)), await self._reader.readexactly(payload)
 
-    async def last_words(self) -> dict[str, Any]:
+    async def last_header(self) -> dict[str, Any]:
         """The header of the last frame before the peer ends the connection; empty if there is none."""
         header: dict[str, Any] = {}
         try:
@@ -71,7 +71,7 @@ class Socket:
 
 
 @asynccontextmanager
-async def raw_connection(host: Host, *, at: str = "127.0.0.1") -> AsyncIterator[Socket]:
+async def raw_connection(host: Host, *, at: str = "127.0.0.1") -> AsyncIterator[RawConnection]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -79,7 +79,7 @@ async def raw_connection(host: Host, *, at: str = "127.0.0.1") -> AsyncIterator[
         host.address.host, host.address.port, ssl=context, server_hostname="", local_addr=(at, 0)
     )
     try:
-        yield Socket(reader, writer)
+        yield RawConnection(reader, writer)
     finally:
         writer.transport.abort()
 
@@ -109,7 +109,7 @@ def forged(payload: bytes | None = None, **changes: Any) -> bytes:
     return frame(msgpack.packb(plain), b"".join(bytes(piece) for piece in pieces) if payload is None else payload)
 
 
-NONSENSE: dict[str, Callable[[], bytes]] = {
+MALFORMED: dict[str, Callable[[], bytes]] = {
     "random bytes": lambda: random.Random(1).randbytes(4096),
     "a header of 2 GiB": lambda: struct.pack(">II", 1 << 31, 0),
     "a payload of 2 GiB": lambda: struct.pack(">II", 10, 1 << 31) + bytes(10),
@@ -148,7 +148,7 @@ async def peer_with_honest_client() -> AsyncIterator[tuple[Host, Caller]]:
 
 
 @pytest.mark.parametrize("greeted", [False, True], ids=["before Hello", "after Hello"])
-@pytest.mark.parametrize("malformed", NONSENSE)
+@pytest.mark.parametrize("malformed", MALFORMED)
 def test_malformed_bytes_end_only_their_connection(malformed: str, greeted: bool) -> None:
     async def main() -> None:
         async with peer_with_honest_client() as (host, _), raw_connection(host) as raw:
@@ -156,8 +156,8 @@ def test_malformed_bytes_end_only_their_connection(malformed: str, greeted: bool
                 await raw.greet()
             elif malformed == "a second greeting":
                 return
-            await raw.send(NONSENSE[malformed]())
-            words = await raw.last_words()
+            await raw.send(MALFORMED[malformed]())
+            words = await raw.last_header()
             assert words["kind"] == "failure"
             assert words["code"] == "remote_protocol"
             await until(lambda: host.server.connections == 1)
@@ -313,7 +313,7 @@ def test_a_caller_without_a_session_may_send_no_more_than_a_ping() -> None:
             await raw.send(frame_of(Ping(request=1, payload=bytes(MAX_PING_PAYLOAD))))
             assert (await raw.frame())[0]["kind"] == "pong"
             await raw.send(struct.pack(">II", 10, MAX_PING_PAYLOAD + 1))
-            assert (await raw.last_words())["code"] == "remote_protocol"
+            assert (await raw.last_header())["code"] == "remote_protocol"
 
     asyncio.run(main())
 
@@ -321,7 +321,7 @@ def test_a_caller_without_a_session_may_send_no_more_than_a_ping() -> None:
 def test_a_caller_with_a_session_may_send_the_largest_step() -> None:
     hidden_size = 1024
     manifest = dataclasses.replace(toy_manifest(), hidden_size=hidden_size)
-    serving = Serving(manifest=manifest, engine=ToyEngine(LayerRange(0, LAYERS)), limits=SessionLimits(kv_total=100))
+    serving = ServedSpan(manifest=manifest, engine=ToyEngine(LayerRange(0, LAYERS)), limits=SessionLimits(kv_total=100))
     service = SpanService(serving, peer_id="", hello=lambda: client_hello())
     allowed: list[int] = []
 
@@ -352,7 +352,7 @@ def test_no_host_has_all_connections_and_none_with_a_session_is_ended() -> None:
             assert (await greedy[0].frame())[0]["kind"] == "opened"
             callers = [await stack.enter_async_context(calling(host)) for _ in range(2)]
             for gone in greedy[1:3]:
-                assert await gone.last_words() == {}
+                assert await gone.last_header() == {}
             with pytest.raises(PeerBusy, match="all 4 connections are taken"):  # both hosts have two each now
                 await stack.enter_async_context(calling(host))
             await until(lambda: host.server.connections == 4)

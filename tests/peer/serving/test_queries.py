@@ -109,13 +109,13 @@ def test_the_manifest_is_sent_for_its_digest_only(shared_files: SharedFiles) -> 
 def test_look_ups_are_answered_with_sealed_notices() -> None:
     async def main() -> None:
         directory = MemoryDirectory()
-        notice = Notice.seal(
+        notice = Notice.sign(
             Identity.generate(), topic=MODELS_TOPIC, body=b"a model", expires_at=time.time() + MAX_TTL_S / 2
         )
         await directory.publish(notice)
         async with toy_peer(directory=directory) as host, calling(host) as caller:
             answer = await ask(caller.channel, Topic, AskTopic, topic=MODELS_TOPIC)
-            assert [Notice.unseal(bytes(raw)) for raw in answer.notices] == [notice]
+            assert [Notice.parse(bytes(raw)) for raw in answer.notices] == [notice]
             assert (await ask(caller.channel, Topic, AskTopic, topic="nothing")).notices == ()
             dht = await ask(caller.channel, DhtAddresses, AskDht)
             assert dht.addresses == ("/ip4/10.0.0.1/tcp/4/p2p/Q",)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from peer.serving.queries import QueryHandler
 from peer.serving.server import PeerServer
-from peer.sessions.segments import Builder
+from peer.sessions.segments import SegmentBuilder
 from peer.sessions.service import SpanService
 from swarm.engine.base import Engine, Step, StepResult
 from swarm.errors import (
@@ -535,7 +535,7 @@ def test_a_failed_sweep_is_logged_and_the_next_one_runs(caplog: pytest.LogCaptur
         server = PeerServer(
             identity=identity, hello=client_hello, query_handler=QueryHandler(hello=client_hello), sleep=sleep
         )
-        server.begin(cast(SpanService, Service()))
+        server.start_service(cast(SpanService, Service()))
         for _ in range(2):
             turns.release()
         await until(lambda: swept == 2)
@@ -556,7 +556,9 @@ def test_a_link_needs_the_right_secret_and_the_right_peer() -> None:
 
             async def link(peer_id: str) -> Linked:
                 number = to_a.channel.next_request()
-                ask = Link(request=number, session="session-1", epoch=0, addresses=(b.address.place,), peer_id=peer_id)
+                ask = Link(
+                    request=number, session="session-1", epoch=0, addresses=(b.address.host_port,), peer_id=peer_id
+                )
                 return await to_a.channel.ask(ask, Linked, timeout=PATIENCE_S)
 
             with pytest.raises(BadStep, match="names no peer id"):
@@ -670,12 +672,12 @@ def test_steps_that_break_only_their_session_do_not_end_the_peer() -> None:
     asyncio.run(main())
 
 
-def builder_of(built: list[LayerRange], refuse: Callable[[LayerRange], str] = lambda _: "") -> Builder:
+def builder_of(built: list[LayerRange], refuse: Callable[[LayerRange], str] = lambda _: "") -> SegmentBuilder:
     def build(layers: LayerRange) -> Engine:
         built.append(layers)
         return ToyEngine(layers)
 
-    return Builder(build=build, refuse=refuse, most=1)
+    return SegmentBuilder(build=build, refuse=refuse, max_segments=1)
 
 
 def test_a_route_may_enter_inside_the_span() -> None:

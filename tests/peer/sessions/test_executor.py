@@ -33,8 +33,8 @@ class SessionOpener:
     events: list[str] = field(default_factory=list)
     sent: list[tuple[Message, list[str], bool]] = field(default_factory=list)
 
-    def send(self, message: Message, *, at_once: bool = False) -> float:
-        self.sent.append((message, list(self.events), at_once))
+    def send(self, message: Message, *, flush: bool = False) -> float:
+        self.sent.append((message, list(self.events), flush))
         return 0.0
 
     def try_send(self, message: Message) -> None:
@@ -114,10 +114,10 @@ def test_a_result_is_sent_before_the_step_is_recorded() -> None:
             setup.gate.set()
             setup.forward(step=0, start=0)
             await until(lambda: bool(setup.opener.events))
-            ((message, events, at_once),) = setup.opener.sent
+            ((message, events, flush),) = setup.opener.sent
             assert isinstance(message, Output)
             assert events == []
-            assert at_once  # no other step was in its round
+            assert flush  # no other step was in its round
 
     asyncio.run(main())
 

@@ -16,14 +16,14 @@ from typing import Any, NoReturn
 import psutil
 import pytest
 
-from client.options import messages
+from client.options import stderr_console
 from swarm import __version__
 from swarm.app.demo import GRID, PROMPT, _log_folder, prepare_package, show_prompt
 from swarm.app.demo_model import SHA256
 from swarm.model.manifest import load_manifest
 from tests.conftest import ChatIds, GreedyReference
 from tests.export.package.test_from_graph import contents
-from tests.harness import PATIENCE_S, ROOT, ports_of, run_swarm, still_running, swarm_command, wait_until
+from tests.harness import MAX_WAIT_S, ROOT, listening_ports, run_swarm, still_running, swarm_command, wait_until
 
 TOKENS = 32
 
@@ -40,7 +40,7 @@ def test_with_an_empty_cache_the_text_is_that_of_the_unsplit_model(
     """The demo also exports the model: equal byte for byte to the package of the other tests."""
     monkeypatch.setenv("SWARM_DEMO_MODEL", str(smollm2_gguf))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    done = run_swarm("demo", "--json", "--max-new-tokens", str(TOKENS), timeout=2 * PATIENCE_S)
+    done = run_swarm("demo", "--json", "--max-new-tokens", str(TOKENS), timeout=2 * MAX_WAIT_S)
     assert done.returncode == 0, done.stderr
     output = json.loads(done.stdout)
     expected = greedy_reference(chat_ids(PROMPT), TOKENS)
@@ -83,7 +83,7 @@ def test_a_package_in_a_read_only_cache_is_used(
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr("swarm.app.demo.locked", refuse)
-    assert prepare_package(messages()) == cached
+    assert prepare_package(stderr_console()) == cached
 
 
 def add_to_cache(cache: Path, gguf: Path, package: Path) -> Path:
@@ -99,7 +99,7 @@ def test_the_demos_grid_is_the_models(smollm2_package: Path) -> None:
 
 
 def test_a_prompt_is_not_parsed_as_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    show_prompt(messages(), "what does [/b] mean? :smile:")
+    show_prompt(stderr_console(), "what does [/b] mean? :smile:")
     assert "what does [/b] mean? :smile:" in capsys.readouterr().err
 
 
@@ -173,12 +173,12 @@ def test_an_interrupt_leaves_no_process_and_no_port(
     with running(tmp_path, cache) as run:
         wait_until(lambda: moment(run) or run.process.poll() is not None, moment.__name__)
         family = run.children
-        ports = ports_of(family)
+        ports = listening_ports(family)
         assert family, run.errors.read_text()
         run.interrupt()
-        assert run.process.wait(timeout=PATIENCE_S) == 130, run.errors.read_text()
+        assert run.process.wait(timeout=MAX_WAIT_S) == 130, run.errors.read_text()
         assert still_running(family) == []
-        assert ports_of(family) == set()
+        assert listening_ports(family) == set()
         assert (len(ports) >= 4) == (moment is answers)  # Two peers, each with a DHT node.
         assert "Traceback" not in run.errors.read_text()
         assert list(tmp_path.glob("swarm-demo-*")) == []

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from peer.loading.capacity import usual_kv_tokens
+from peer.loading.capacity import default_kv_tokens
 from swarm.app.doctor import (
     Finding,
     Level,
@@ -29,7 +29,7 @@ from swarm.app.doctor import (
 )
 from swarm.app.local_swarm import LocalSwarm
 from swarm.model.manifest import load_manifest
-from swarm.model.memory_footprint import share_of
+from swarm.model.memory_footprint import default_memory_limit
 from swarm.transport.address import Address
 from tests.harness import run_swarm
 from tests.test_house import loaded_by
@@ -185,5 +185,5 @@ def test_the_fit_uses_the_memory_share_of_join(smollm2_package: Path, monkeypatc
     free = psutil.virtual_memory()._replace(available=700_000_000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     finding = check_fit(manifest)
-    assert finding == check_fit(manifest, share_of(700_000_000))
-    assert finding.values["kv_tokens"] == usual_kv_tokens(manifest)
+    assert finding == check_fit(manifest, default_memory_limit(700_000_000))
+    assert finding.values["kv_tokens"] == default_kv_tokens(manifest)

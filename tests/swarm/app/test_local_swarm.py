@@ -15,7 +15,7 @@ import pytest
 from swarm.app.local_swarm import ANNOUNCED, LISTENING, LocalSwarm
 from swarm.errors import PeerFailed, PeerStalled
 from swarm.process.child_process import module_command
-from tests.harness import ROOT, family_of, still_running, wait_until
+from tests.harness import ROOT, process_tree, still_running, wait_until
 
 # As `prefix` these programs run instead of the real command, which they get as arguments.
 LISTENS = "import sys, json, time; print(json.dumps({'phase': 'listening', 'address': 'h:1'}), flush=True); "
@@ -82,7 +82,7 @@ def test_stop_kills_members_that_ignore_signals_and_their_children(tmp_path: Pat
     with LocalSwarm(tmp_path) as swarm:
         member = swarm.join("package", prefix=instead(STUBBORN))
         swarm.wait()
-        family = family_of(member)
+        family = process_tree(member)
         assert len(family) == 2
         swarm.stop(grace_s=0.1)
         wait_until(lambda: not still_running(family), "both processes have ended")

@@ -69,7 +69,7 @@ async def two_nodes() -> AsyncIterator[tuple[HivemindDirectory, HivemindDirector
 
 
 def notice(identity: Identity, body: bytes = b"here", ttl_s: float = 30.0, topic: str = TOPIC) -> Notice:
-    return Notice.seal(identity, topic=topic, body=body, expires_at=time.time() + ttl_s)
+    return Notice.sign(identity, topic=topic, body=body, expires_at=time.time() + ttl_s)
 
 
 async def bodies(directory: HivemindDirectory, topic: str = TOPIC) -> set[bytes]:
@@ -120,10 +120,10 @@ def test_an_attacker_cannot_overwrite_or_erase_the_notices_of_others() -> None:
             good = notice(owner, b"good")
             await second.publish(good)
             later = time.time() + 300
-            theirs = Notice.seal(other, topic=TOPIC, body=b"mine now", expires_at=later)
-            elsewhere = Notice.seal(owner, topic="elsewhere", body=b"moved", expires_at=later)
+            theirs = Notice.sign(other, topic=TOPIC, body=b"mine now", expires_at=later)
+            elsewhere = Notice.sign(owner, topic="elsewhere", body=b"moved", expires_at=later)
             forged = DictionaryDHTValue()
-            forged.store(good.subkey, pack(theirs.sealed), later)
+            forged.store(good.subkey, pack(theirs.signed_bytes), later)
             emptied = DictionaryDHTValue()
             key = import_hivemind().DHTID.generate(source=TOPIC)
 
@@ -136,12 +136,12 @@ def test_an_attacker_cannot_overwrite_or_erase_the_notices_of_others() -> None:
 
             for in_cache in (False, True):
                 assert not await store(pack(b"garbage"), good.subkey, in_cache=in_cache)
-                assert not await store(pack(theirs.sealed), good.subkey, in_cache=in_cache)
-                assert not await store(pack(elsewhere.sealed), good.subkey, in_cache=in_cache)
+                assert not await store(pack(theirs.signed_bytes), good.subkey, in_cache=in_cache)
+                assert not await store(pack(elsewhere.signed_bytes), good.subkey, in_cache=in_cache)
                 # The same notice with a later expiry.
-                assert not await store(pack(good.sealed), good.subkey, in_cache=in_cache)
+                assert not await store(pack(good.signed_bytes), good.subkey, in_cache=in_cache)
                 assert not await store(pack(b"plain"), None, in_cache=in_cache)
-                assert not await store(pack(good.sealed), None, good.expires_at, in_cache=in_cache)
+                assert not await store(pack(good.signed_bytes), None, good.expires_at, in_cache=in_cache)
                 assert not await store(forged, None, in_cache=in_cache)
                 await store(emptied, None, in_cache=in_cache)
             # The same through hivemind's own store, which also puts the values on the attacker's node.
@@ -211,7 +211,7 @@ def test_other_nodes_are_looked_for_where_the_initial_ones_do_not_answer() -> No
             async def next_answer() -> list[str]:
                 return answers.pop(0)
 
-            late = await start(addresses, ask_again=next_answer, say=messages.append, patience_s=math.inf)
+            late = await start(addresses, find_other_nodes=next_answer, say=messages.append, join_timeout_s=math.inf)
             try:
                 published = notice(Identity.generate(), b"late")
                 await late.publish(published)
@@ -342,7 +342,7 @@ def test_unreachable_nodes_are_tried_again_with_a_message_and_named_in_the_error
             )
         messages: list[str] = []
         with pytest.raises(DirectoryError, match=r"127\.0\.0\.1/tcp/"):
-            await start([gone], patience_s=0.5, say=messages.append)
+            await start([gone], join_timeout_s=0.5, say=messages.append)
         assert any("trying again" in text for text in messages)
         assert children() == []
 
@@ -390,7 +390,7 @@ def dht_record(notice: Notice, **changes: Any) -> Any:
     fields = {
         "key": notice.topic.encode(),
         "subkey": pack(notice.subkey),
-        "value": pack(notice.sealed),
+        "value": pack(notice.signed_bytes),
         "expiration_time": notice.expires_at,
     }
     return SimpleNamespace(**(fields | changes))
@@ -409,8 +409,8 @@ def test_the_validator_accepts_a_notice_only_under_its_own_key_and_subkey() -> N
         {"subkey": b"\xd9" + bytes([len(good.subkey)]) + good.subkey.encode() + b"x"},
         {"expiration_time": good.expires_at + 1},
         {"expiration_time": math.nan},
-        {"value": good.sealed},
-        {"value": pack(good.sealed[:-1])},
+        {"value": good.signed_bytes},
+        {"value": pack(good.signed_bytes[:-1])},
         {"value": b""},
     ):
         assert not validator.validate(dht_record(good, **wrong)), wrong

@@ -25,7 +25,7 @@ def notice(
     expires_at: float = NOW + 60,
     label: str = "",
 ) -> Notice:
-    return Notice.seal(identity, topic=topic, body=body, expires_at=expires_at, label=label)
+    return Notice.sign(identity, topic=topic, body=body, expires_at=expires_at, label=label)
 
 
 def signed_by_hand(statement: Any, *, key: Any = None, signature: Any = None) -> bytes:
@@ -36,8 +36,8 @@ def signed_by_hand(statement: Any, *, key: Any = None, signature: Any = None) ->
 
 @given(st.text(max_size=60), st.binary(max_size=200), st.floats(allow_nan=False), st.text(max_size=60))
 def test_a_notice_is_read_back_from_its_signed_bytes(topic: str, body: bytes, expires_at: float, label: str) -> None:
-    made = Notice.seal(IDENTITY, topic=topic, body=body, expires_at=expires_at, label=label)
-    assert Notice.unseal(made.sealed) == made
+    made = Notice.sign(IDENTITY, topic=topic, body=body, expires_at=expires_at, label=label)
+    assert Notice.parse(made.signed_bytes) == made
     assert (made.topic, made.body, made.expires_at) == (topic, body, expires_at)
     assert made.author == IDENTITY.peer_id
     assert made.subkey == IDENTITY.peer_id + label
@@ -46,10 +46,10 @@ def test_a_notice_is_read_back_from_its_signed_bytes(topic: str, body: bytes, ex
 @given(st.integers(0, 10_000), st.integers(1, 255))
 def test_a_notice_with_a_changed_byte_is_refused(position: int, difference: int) -> None:
     made = notice()
-    damaged = bytearray(made.sealed)
+    damaged = bytearray(made.signed_bytes)
     damaged[position % len(damaged)] ^= difference
     with pytest.raises(DirectoryError):
-        Notice.unseal(bytes(damaged))
+        Notice.parse(bytes(damaged))
 
 
 @pytest.mark.parametrize(
@@ -76,13 +76,13 @@ def test_a_notice_with_a_changed_byte_is_refused(position: int, difference: int)
 )
 def test_malformed_bytes_are_refused_with_the_reason(raw: bytes, reason: str) -> None:
     with pytest.raises(DirectoryError, match=reason):
-        Notice.unseal(raw)
+        Notice.parse(raw)
 
 
 @given(st.binary(max_size=300))
 def test_random_bytes_raise_directory_error_only(raw: bytes) -> None:
     with pytest.raises(DirectoryError):
-        Notice.unseal(raw)
+        Notice.parse(raw)
 
 
 def test_a_notice_over_the_size_limit_is_not_signed() -> None:

@@ -35,15 +35,15 @@ from tests.swarm.discovery.toy_query_peer import (
     HELLO,
     LAYERS,
     Piece,
-    Teller,
+    QueryPeer,
     by_hash,
     dying,
     dying_at,
     honest,
     lying,
+    query_peer,
     short,
     stalling,
-    teller,
     toy_files,
     toy_manifest,
 )
@@ -67,12 +67,12 @@ def run(test: Awaitable[None]) -> None:
 @contextlib.asynccontextmanager
 async def sources(
     *pieces: Piece, contents: Mapping[str, bytes] = CONTENTS, spans: tuple[LayerRange, ...] = ()
-) -> AsyncIterator[list[Teller]]:
+) -> AsyncIterator[list[QueryPeer]]:
     """One peer for each of `pieces`. Each has every file and announces that it holds the layers of its span."""
     async with contextlib.AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(
-                teller(
+                query_peer(
                     name=f"peer-{number}",
                     files=by_hash(contents),
                     manifest=toy_manifest(contents).to_json(),
@@ -99,7 +99,7 @@ def part_of(name: str, contents: Mapping[str, bytes]) -> str:
     return f".{name}.{hashlib.sha256(contents[name]).hexdigest()[:16]}.part"
 
 
-async def fetch_all(peers: list[Teller], target: Path, manifest: object = TOY, **options: object) -> None:
+async def fetch_all(peers: list[QueryPeer], target: Path, manifest: object = TOY, **options: object) -> None:
     records = [peer.record("model") for peer in peers]
     await fetch_parts(manifest, ALL, records, target, hello=HELLO, **options)  # type: ignore[arg-type]
 
@@ -113,7 +113,7 @@ def test_a_manifest_is_checked_against_its_digest() -> None:
                 await fetch_manifest(channel, "0" * 64)
             await channel.close()
         not_canonical = TOY.to_json() + b" "
-        async with teller(manifest=not_canonical) as peer:
+        async with query_peer(manifest=not_canonical) as peer:
             channel = await Channel.open([peer.pinned], HELLO)
             with pytest.raises(PackageError, match="canonical"):
                 await fetch_manifest(channel, hashlib.sha256(not_canonical).hexdigest())
@@ -258,7 +258,7 @@ def test_a_peer_without_one_file_is_still_used_for_others(tmp_path: Path) -> Non
         some = by_hash(CONTENTS)
         lacking = hashlib.sha256(CONTENTS["head.bin"]).hexdigest()
         del some[lacking]
-        async with teller(files=some) as partial, sources(honest) as [full]:
+        async with query_peer(files=some) as partial, sources(honest) as [full]:
             records = [partial.record("m"), full.record("m", state=LEAVING)]
             await fetch_parts(TOY, ALL, records, tmp_path, hello=HELLO, connections=1)
             assert is_complete(tmp_path)
@@ -292,7 +292,7 @@ def test_without_a_source_the_error_names_the_file(tmp_path: Path) -> None:
 def test_another_peer_at_the_address_of_a_source_is_not_used(tmp_path: Path) -> None:
     async def test() -> None:
         async with sources(honest, honest) as [one, two]:
-            swapped = replace(one.record("m"), addresses=(two.address.place,))
+            swapped = replace(one.record("m"), addresses=(two.address.host_port,))
             with pytest.raises(PeerError, match="not "):
                 await fetch_parts(TOY, [EMBED], [swapped], tmp_path, hello=HELLO)
             assert two.requests == []

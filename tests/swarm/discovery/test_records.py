@@ -67,12 +67,12 @@ DEEPLY_NESTED = nested(1020)
 
 def notice_of(plain: Any, *, topic: str = MODEL, identity: Identity = IDENTITY) -> Notice:
     body = plain if isinstance(plain, bytes) else msgpack.packb(plain)
-    return Notice.seal(identity, topic=topic, body=body, expires_at=1060.0)
+    return Notice.sign(identity, topic=topic, body=body, expires_at=1060.0)
 
 
 def test_a_peer_record_survives_a_round_trip() -> None:
     assert PeerRecord.from_plain(RECORD.to_plain()) == RECORD
-    assert peer_records([RECORD.seal(IDENTITY)], MODEL) == [RECORD]
+    assert peer_records([RECORD.sign(IDENTITY)], MODEL) == [RECORD]
 
 
 def test_the_load_of_a_peer_is_carried_checked_and_may_be_missing() -> None:
@@ -88,13 +88,13 @@ def test_the_load_of_a_peer_is_carried_checked_and_may_be_missing() -> None:
 
 
 def test_an_unreachable_link_stays_unreachable() -> None:
-    (record,) = peer_records([RECORD.seal(IDENTITY)], MODEL)
+    (record,) = peer_records([RECORD.sign(IDENTITY)], MODEL)
     assert not record.links["q" * 32].reachable
     assert record.links["p" * 32].reachable
 
 
 def test_a_model_record_survives_a_round_trip() -> None:
-    notice = MODEL_RECORD.seal(IDENTITY)
+    notice = MODEL_RECORD.sign(IDENTITY)
     assert (notice.topic, notice.subkey) == (MODELS_TOPIC, IDENTITY.peer_id + MODEL)
     assert model_records([notice]) == [MODEL_RECORD]
 
@@ -152,7 +152,7 @@ def test_a_record_with_an_invalid_field_is_an_error_and_is_left_out(name: str, v
     # msgpack reads deeper nesting than it writes, so the nested value is spliced into the bytes.
     body = msgpack.packb(RECORD.to_plain() | {name: "here"})
     deep = body.replace(b"\xa4here", b"\x91" * 1000 + b"\x01" if value is DEEPLY_NESTED else msgpack.packb(value))
-    assert peer_records([notice_of(deep), RECORD.seal(IDENTITY)], MODEL) == [RECORD]
+    assert peer_records([notice_of(deep), RECORD.sign(IDENTITY)], MODEL) == [RECORD]
 
 
 @pytest.mark.parametrize(
@@ -167,13 +167,13 @@ def test_a_record_about_another_peer_or_model_is_left_out() -> None:
     other = Identity.generate()
     assert peer_records([notice_of(RECORD.to_plain(), identity=other)], MODEL) == []
     assert peer_records([notice_of(RECORD.to_plain(), topic="elsewhere")], MODEL) == []
-    assert peer_records([replace(RECORD, model="e" * 64).seal(IDENTITY)], MODEL) == []
+    assert peer_records([replace(RECORD, model="e" * 64).sign(IDENTITY)], MODEL) == []
 
 
 @pytest.mark.parametrize("layers", [-1, 0, 1 << 40, 1.5, None])
 def test_a_model_record_with_an_impossible_number_of_layers_is_left_out(layers: Any) -> None:
     """Readers allocate a list of that length."""
-    body = msgpack.unpackb(MODEL_RECORD.seal(IDENTITY).body) | {"layers": layers}
+    body = msgpack.unpackb(MODEL_RECORD.sign(IDENTITY).body) | {"layers": layers}
     assert model_records([notice_of(body, topic=MODELS_TOPIC)]) == []
 
 
@@ -200,4 +200,4 @@ def test_random_bodies_are_left_out(body: bytes) -> None:
 def test_addresses_are_pinned_to_the_peer_and_those_of_other_ids_are_left_out() -> None:
     other = Identity.generate().peer_id
     record = replace(RECORD, addresses=("10.0.0.1:5", f"[::1]:6#{IDENTITY.peer_id}", f"10.0.0.2:7#{other}"))
-    assert list(map(str, record.places)) == [f"10.0.0.1:5#{IDENTITY.peer_id}", f"[::1]:6#{IDENTITY.peer_id}"]
+    assert list(map(str, record.pinned_addresses)) == [f"10.0.0.1:5#{IDENTITY.peer_id}", f"[::1]:6#{IDENTITY.peer_id}"]

@@ -24,7 +24,7 @@ from swarm.errors import (
 from swarm.transport.address import Address
 from swarm.transport.identity import Identity
 from swarm.wire.queries import Topic
-from tests.swarm.discovery.toy_query_peer import HELLO, model_record, peer_record, teller
+from tests.swarm.discovery.toy_query_peer import HELLO, model_record, peer_record, query_peer
 
 DIGEST = "0123456789abcdef" * 4
 OTHER = "01234567fedcba98" * 4
@@ -45,7 +45,7 @@ def dead_address() -> Address:
 
 def test_a_peer_answers_a_look_up_and_its_address_is_listed_as_trusted() -> None:
     async def test() -> None:
-        async with teller() as peer:
+        async with query_peer() as peer:
             record = await peer.announce(DIGEST)
             directory = PeerDirectory([peer.address], hello=HELLO)
             assert [found.peer_id for found in await find_peers(directory, DIGEST, now=time.time())] == [record.peer_id]
@@ -60,7 +60,7 @@ def test_a_peer_answers_a_look_up_and_its_address_is_listed_as_trusted() -> None
 
 def test_a_pinned_peer_is_checked_and_not_listed_as_trusted() -> None:
     async def test() -> None:
-        async with teller() as peer:
+        async with query_peer() as peer:
             directory = PeerDirectory([peer.pinned], hello=HELLO)
             await directory.collect(DIGEST)
             assert directory.trusted == []
@@ -74,11 +74,11 @@ def test_a_pinned_peer_is_checked_and_not_listed_as_trusted() -> None:
 
 def test_a_peer_trusted_at_first_contact_is_pinned_from_then_on() -> None:
     async def test() -> None:
-        async with teller() as peer:
+        async with query_peer() as peer:
             port = peer.listener.port
             directory = PeerDirectory([peer.address], hello=HELLO)
             await directory.channel()
-        async with teller(port=port):
+        async with query_peer(port=port):
             with pytest.raises(WrongPeer):
                 await directory.channel()
 
@@ -91,14 +91,14 @@ def test_each_unreachable_peer_is_named_with_its_reason() -> None:
         with pytest.raises(PeerUnreachable) as caught:
             await PeerDirectory(gone, hello=HELLO).collect(DIGEST)
         for address in gone:
-            assert f"{address.place} cannot be reached" in str(caught.value)
+            assert f"{address.host_port} cannot be reached" in str(caught.value)
 
     run(test())
 
 
 def test_one_live_peer_among_dead_ones_is_enough() -> None:
     async def test() -> None:
-        async with teller() as peer:
+        async with query_peer() as peer:
             await peer.announce(DIGEST)
             directory = PeerDirectory([dead_address(), peer.address, dead_address()], hello=HELLO)
             assert len(await directory.collect(DIGEST)) == 1
@@ -110,8 +110,8 @@ def test_one_live_peer_among_dead_ones_is_enough() -> None:
 def test_when_the_initial_peer_dies_peers_from_its_records_are_asked() -> None:
     async def test() -> None:
         shared = MemoryDirectory()
-        async with teller(shared) as second:
-            async with teller(shared) as first:
+        async with query_peer(shared) as second:
+            async with query_peer(shared) as first:
                 await first.announce(DIGEST)
                 await second.announce(DIGEST)
                 directory = PeerDirectory([first.address], hello=HELLO)
@@ -129,7 +129,7 @@ def test_the_next_peer_is_asked_after_an_error_and_the_last_error_is_raised() ->
         raise DirectoryError("its DHT is down")
 
     async def test() -> None:
-        async with teller(topic=fail) as bad, teller() as good:
+        async with query_peer(topic=fail) as bad, query_peer() as good:
             await good.announce(DIGEST)
             directory = PeerDirectory([bad.address, good.address], hello=HELLO)
             assert len(await directory.collect(DIGEST)) == 1
@@ -145,17 +145,17 @@ def test_the_next_peer_is_asked_after_an_error_and_the_last_error_is_raised() ->
 def test_forged_stale_and_foreign_notices_are_left_out() -> None:
     async def test() -> None:
         author = Identity.generate()
-        good = Notice.seal(author, topic=DIGEST, body=b"good", expires_at=time.time() + 20)
-        older = Notice.seal(author, topic=DIGEST, body=b"older", expires_at=time.time() + 10)
-        stale = Notice.seal(Identity.generate(), topic=DIGEST, body=b"stale", expires_at=time.time() - 1)
-        foreign = Notice.seal(Identity.generate(), topic=OTHER, body=b"foreign", expires_at=time.time() + 20)
-        forged = good.sealed[:-1] + bytes([good.sealed[-1] ^ 1])
+        good = Notice.sign(author, topic=DIGEST, body=b"good", expires_at=time.time() + 20)
+        older = Notice.sign(author, topic=DIGEST, body=b"older", expires_at=time.time() + 10)
+        stale = Notice.sign(Identity.generate(), topic=DIGEST, body=b"stale", expires_at=time.time() - 1)
+        foreign = Notice.sign(Identity.generate(), topic=OTHER, body=b"foreign", expires_at=time.time() + 20)
+        forged = good.signed_bytes[:-1] + bytes([good.signed_bytes[-1] ^ 1])
 
         async def lie(answer: Topic) -> Topic:
-            notices = (forged, b"", stale.sealed, foreign.sealed, good.sealed, older.sealed)
+            notices = (forged, b"", stale.signed_bytes, foreign.signed_bytes, good.signed_bytes, older.signed_bytes)
             return Topic(request=answer.request, notices=notices)
 
-        async with teller(topic=lie) as peer:
+        async with query_peer(topic=lie) as peer:
             directory = PeerDirectory([peer.address], hello=HELLO)
             assert [notice.body for notice in await directory.collect(DIGEST)] == [b"good"]
             await directory.close()
@@ -166,7 +166,7 @@ def test_forged_stale_and_foreign_notices_are_left_out() -> None:
 def test_a_peer_directory_is_read_only_and_needs_an_initial_peer() -> None:
     async def test() -> None:
         directory = PeerDirectory([dead_address()], hello=HELLO)
-        notice = Notice.seal(Identity.generate(), topic=DIGEST, body=b"", expires_at=time.time() + 20)
+        notice = Notice.sign(Identity.generate(), topic=DIGEST, body=b"", expires_at=time.time() + 20)
         with pytest.raises(DirectoryError):
             await directory.publish(notice)
         await directory.close()
@@ -196,7 +196,7 @@ def test_a_bug_surfaces_instead_of_counting_as_an_unreachable_peer() -> None:
 async def directory_with(*models: tuple[str, str]) -> MemoryDirectory:
     directory = MemoryDirectory()
     for digest, name in models:
-        await directory.publish(model_record(digest, name).seal(Identity.generate()))
+        await directory.publish(model_record(digest, name).sign(Identity.generate()))
     return directory
 
 
@@ -233,9 +233,9 @@ def test_models_without_peers_do_not_make_a_name_ambiguous() -> None:
     async def test() -> None:
         directory = await directory_with((DIGEST, "toy"), (OTHER, "toy"), *((f"{i:064x}", "toy") for i in range(5)))
         me = Identity.generate()
-        await directory.publish(peer_record(me, DIGEST, address=Address("127.0.0.1", 5)).seal(me))
+        await directory.publish(peer_record(me, DIGEST, address=Address("127.0.0.1", 5)).sign(me))
         assert (await find_model(directory, "toy")).digest == DIGEST
-        await directory.publish(peer_record(me, OTHER, address=Address("127.0.0.1", 5)).seal(me))
+        await directory.publish(peer_record(me, OTHER, address=Address("127.0.0.1", 5)).sign(me))
         with pytest.raises(MixedModels, match="2 different models"):
             await find_model(directory, "toy")
 
@@ -266,12 +266,12 @@ def test_a_restarted_peer_is_listed_once_and_a_leaving_peer_is_listed() -> None:
         class FixedDirectory(MemoryDirectory):
             async def collect(self, topic: str) -> list[Notice]:
                 return [
-                    old.seal(peer),
-                    new.seal(peer),
-                    old.seal(peer),
-                    late.seal(leaving),
-                    last.seal(leaving),
-                    new.seal(Identity.generate()),  # a record about another peer than its author
+                    old.sign(peer),
+                    new.sign(peer),
+                    old.sign(peer),
+                    late.sign(leaving),
+                    last.sign(leaving),
+                    new.sign(Identity.generate()),  # a record about another peer than its author
                 ]
 
         found = await find_peers(FixedDirectory(), DIGEST, now=now)
@@ -285,7 +285,7 @@ def test_a_restarted_peer_is_listed_once_and_a_leaving_peer_is_listed() -> None:
 
 def test_closing_while_a_connection_is_opened_closes_it() -> None:
     async def test() -> None:
-        async with teller() as peer:
+        async with query_peer() as peer:
             directory = PeerDirectory([peer.address], hello=HELLO)
             opening = asyncio.create_task(directory.channel())
             await asyncio.sleep(0)
@@ -301,7 +301,7 @@ def test_the_error_of_the_only_peer_is_raised() -> None:
         raise PeerFailed("no room")
 
     async def test() -> None:
-        async with teller(topic=fail) as peer:
+        async with query_peer(topic=fail) as peer:
             directory = PeerDirectory([peer.address], hello=HELLO)
             with pytest.raises(PeerFailed, match="no room"):
                 await directory.collect(DIGEST)

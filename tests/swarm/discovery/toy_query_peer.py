@@ -60,7 +60,7 @@ def dying_at(offset: int) -> Piece:
 
 
 @dataclass(kw_only=True)
-class Teller:
+class QueryPeer:
     """One peer. `requests` lists the pieces of files that it was asked for, as (SHA-256, offset)."""
 
     identity: Identity
@@ -86,12 +86,12 @@ class Teller:
 
     async def announce(self, model: str, **changes: object) -> PeerRecord:
         record = self.record(model, **changes)
-        await self.directory.publish(record.seal(self.identity))
+        await self.directory.publish(record.sign(self.identity))
         return record
 
 
 @contextlib.asynccontextmanager
-async def teller(
+async def query_peer(
     directory: MemoryDirectory | None = None,
     *,
     identity: Identity | None = None,
@@ -103,7 +103,7 @@ async def teller(
     files: Mapping[str, bytes] | None = None,
     piece: Piece = honest,
     topic: Callable[[Topic], Awaitable[Topic]] | None = None,
-) -> AsyncIterator[Teller]:
+) -> AsyncIterator[QueryPeer]:
     """A peer that answers every AskManifest with `manifest`. `files` are by SHA-256."""
     identity, published, shared_files = identity or Identity.generate(), directory or MemoryDirectory(), files or {}
 
@@ -125,7 +125,7 @@ async def teller(
                     stream.send(Pong(request=query.request, time=time.time()))
                 case AskTopic():
                     peer.topics.append(query.topic)
-                    notices = tuple(notice.sealed for notice in await published.collect(query.topic))
+                    notices = tuple(notice.signed_bytes for notice in await published.collect(query.topic))
                     found = Topic(request=query.request, notices=notices)
                     stream.send(await topic(found) if topic else found)
                 case AskManifest():
@@ -147,7 +147,7 @@ async def teller(
         return Hello(protocol=PROTOCOL_VERSION, software="test", role="peer", incarnation=incarnation)
 
     listener = await listen("127.0.0.1", port, identity, hello, handle)
-    peer = Teller(identity=identity, listener=listener, directory=published, name=name)
+    peer = QueryPeer(identity=identity, listener=listener, directory=published, name=name)
     peer.span = span or peer.span
     try:
         yield peer
@@ -204,7 +204,7 @@ def peer_record(identity: Identity, model: str, *, address: Address, **changes: 
         "incarnation": 1,
         "span": LayerRange(0, LAYERS),
         "holds": (LayerRange(0, LAYERS),),
-        "addresses": (address.place,),
+        "addresses": (address.host_port,),
         "device": "CPU",
         "numerics": Numerics(inference="f32", kv="f32"),
         "layer_time_s": 0.001,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import ConfigError
-from swarm.model.balance import balanced_spans, head_cost_in_layers, work
+from swarm.model.balance import balanced_spans, head_cost_in_layers, span_cost
 from swarm.model.manifest import Manifest, even_grid
 from swarm.model.spans import LayerRange
 from tests.swarm.model.test_memory_footprint import model as model_of_sizes
@@ -25,8 +25,8 @@ def test_the_head_of_a_small_model_costs_eight_layers_and_nothing_without_weight
     assert head_cost_in_layers(model()) == pytest.approx(8, abs=0.3)
     assert head_cost_in_layers(model(layer=7_100_000, weights="f16")) == pytest.approx(8, abs=0.3)
     assert head_cost_in_layers(model(layer=0)) == 0
-    assert work(model(), LayerRange(0, 15)) == 15
-    assert work(model(), LayerRange(15, 30)) == pytest.approx(23, abs=0.3)
+    assert span_cost(model(), LayerRange(0, 15)) == 15
+    assert span_cost(model(), LayerRange(15, 30)) == pytest.approx(23, abs=0.3)
 
 
 def test_spans_are_balanced_by_cost() -> None:
@@ -49,7 +49,7 @@ def test_no_other_cut_on_the_grid_has_a_smaller_largest_cost(layers: int, count:
     assert all(before.last == after.first for before, after in pairwise(spans))
     assert {span.first for span in spans} <= set(grid)
     others = [
-        max(work(manifest, LayerRange(a, b)) for a, b in pairwise((0, *cuts, layers)))
+        max(span_cost(manifest, LayerRange(a, b)) for a, b in pairwise((0, *cuts, layers)))
         for cuts in itertools.combinations(grid[1:-1], count - 1)
     ]
-    assert max(work(manifest, span) for span in spans) == pytest.approx(min(others))
+    assert max(span_cost(manifest, span) for span in spans) == pytest.approx(min(others))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from swarm.model.manifest import FileEntry, LayerSpec, Manifest, layer_part
-from swarm.model.memory_footprint import in_words, kv_bytes, layer_bytes, step_bytes, weight_bytes
+from swarm.model.memory_footprint import format_bytes, kv_bytes, layer_bytes, step_bytes, weight_bytes
 from swarm.model.spans import LayerRange
 
 MIB = 1 << 20
@@ -73,4 +73,4 @@ def test_a_cache_of_fewer_bits_takes_less_and_an_unknown_precision_counts_as_f32
     [(0, "0 B"), (900, "900 B"), (1_000_000, "1.0 MB"), (127_000_000, "127 MB"), (32 * 10**8, "3.2 GB")],
 )
 def test_a_small_size_is_not_rounded_to_zero(size: int, text: str) -> None:
-    assert in_words(size) == text
+    assert format_bytes(size) == text

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import pytest
 
-from swarm.process.priority import low_priority, lower_priority, use_short_time_slices
+from swarm.process.priority import lower_priority, run_at_low_priority, use_short_time_slices
 
 USUAL = os.getpriority(os.PRIO_PROCESS, 0)
 LOW = max(USUAL, 10)  # The tests may run under `nice`.
@@ -42,7 +42,7 @@ def test_lower_priority_affects_only_the_calling_thread() -> None:
 
 
 def test_started_threads_inherit_the_low_priority() -> None:
-    assert low_priority(lambda: in_a_thread(niceness)) == LOW
+    assert run_at_low_priority(lambda: in_a_thread(niceness)) == LOW
 
 
 def test_an_even_lower_priority_is_not_raised() -> None:
@@ -72,7 +72,7 @@ def test_in_a_sandbox_that_forbids_priorities_functions_still_run(call: str, mon
 
     def work() -> int:
         use_short_time_slices()
-        return low_priority(lambda: 7)
+        return run_at_low_priority(lambda: 7)
 
     monkeypatch.setattr(os, call, forbidden)
     assert in_a_thread(work) == 7
@@ -83,7 +83,7 @@ def test_an_error_in_a_low_priority_thread_is_raised() -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        low_priority(work)
+        run_at_low_priority(work)
 
 
 def time_slice_ns() -> int:
@@ -96,13 +96,13 @@ def time_slice_ns() -> int:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of the system call is that of x86_64")
 def test_a_low_priority_thread_does_not_inherit_short_time_slices() -> None:
     def work() -> int:
-        usual = low_priority(time_slice_ns)
+        usual = run_at_low_priority(time_slice_ns)
         use_short_time_slices()
         if time_slice_ns() == usual:
             return 0  # Linux before 6.12.
         assert time_slice_ns() == 100_000
         assert niceness() == USUAL
-        assert low_priority(time_slice_ns) == usual
+        assert run_at_low_priority(time_slice_ns) == usual
         return 1
 
     assert in_a_thread(work) == time_slices_can_be_short()

@@ -9,15 +9,15 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from swarm.errors import ConfigError
-from swarm.process.prometheus import ScrapePage
+from swarm.process.prometheus import MetricsServer
 from swarm.transport.address import Address
 
 PAGE = b"metric 1\n" * 1000
 
 
-def run(test: Callable[[ScrapePage], Awaitable[None]]) -> None:
+def run(test: Callable[[MetricsServer], Awaitable[None]]) -> None:
     async def main() -> None:
-        page = ScrapePage(lambda: PAGE)
+        page = MetricsServer(lambda: PAGE)
         await page.start(Address("127.0.0.1", 0))
         try:
             async with asyncio.timeout(30):
@@ -28,7 +28,7 @@ def run(test: Callable[[ScrapePage], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-async def ask(page: ScrapePage, head: bytes) -> bytes:
+async def ask(page: MetricsServer, head: bytes) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", page.port)
     try:
         with contextlib.suppress(OSError):
@@ -56,7 +56,7 @@ async def ask(page: ScrapePage, head: bytes) -> bytes:
     ],
 )
 def test_only_get_metrics_is_served(head: bytes, status: bytes, body: bytes) -> None:
-    async def test(page: ScrapePage) -> None:
+    async def test(page: MetricsServer) -> None:
         answer = await ask(page, head)
         assert answer.split(b" ")[1] == status
         assert answer.partition(b"\r\n\r\n")[2] == body
@@ -65,7 +65,7 @@ def test_only_get_metrics_is_served(head: bytes, status: bytes, body: bytes) -> 
 
 
 def test_silent_and_too_large_requests_do_not_block_others() -> None:
-    async def test(page: ScrapePage) -> None:
+    async def test(page: MetricsServer) -> None:
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(8):
                 _, writer = await asyncio.open_connection("127.0.0.1", page.port)
@@ -77,8 +77,8 @@ def test_silent_and_too_large_requests_do_not_block_others() -> None:
 
 
 def test_a_port_in_use_is_named() -> None:
-    async def test(page: ScrapePage) -> None:
+    async def test(page: MetricsServer) -> None:
         with pytest.raises(ConfigError, match=f"127.0.0.1:{page.port}"):
-            await ScrapePage(lambda: b"").start(Address("127.0.0.1", page.port))
+            await MetricsServer(lambda: b"").start(Address("127.0.0.1", page.port))
 
     run(test)

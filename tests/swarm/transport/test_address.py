@@ -23,7 +23,7 @@ PEER = "abcdefghijklmnopqrstuvwxyz234567"
 def test_an_address_is_read_and_written_the_same(text: str, address: Address) -> None:
     assert Address.parse(text) == address
     assert str(address) == text
-    assert address.place == text.partition("#")[0]
+    assert address.host_port == text.partition("#")[0]
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from swarm.errors import ConfigError, WrongPeer
 from swarm.transport.address import PEER_ID
 from swarm.transport.identity import (
     Identity,
-    held_default_identity,
-    held_identity,
+    locked_default_identity,
+    locked_identity,
     peer_id_of,
     peer_id_of_certificate,
     verify_signature,
@@ -95,23 +95,23 @@ def test_a_file_without_a_valid_key_is_named(tmp_path: Path) -> None:
 def test_two_running_peers_never_share_a_key(tmp_path: Path) -> None:
     path = tmp_path / "identity.pem"
     with (
-        held_identity(path) as identity,
+        locked_identity(path) as identity,
         pytest.raises(ConfigError, match="in use by another peer"),
-        held_identity(path),
+        locked_identity(path),
     ):
         pass
-    with held_identity(path) as again:
+    with locked_identity(path) as again:
         assert again.peer_id == identity.peer_id
 
 
 def test_a_restarted_peer_gets_its_id_again_and_a_second_peer_gets_another(tmp_path: Path) -> None:
-    with held_default_identity(tmp_path) as first, held_default_identity(tmp_path) as second:
+    with locked_default_identity(tmp_path) as first, locked_default_identity(tmp_path) as second:
         assert first.peer_id != second.peer_id
-    with held_default_identity(tmp_path) as again:
+    with locked_default_identity(tmp_path) as again:
         assert again.peer_id == first.peer_id
 
 
 def test_an_invalid_default_key_is_named_and_not_skipped(tmp_path: Path) -> None:
     (tmp_path / "identity-0.pem").write_bytes(b"not a key")
-    with pytest.raises(ConfigError, match=r"identity-0\.pem"), held_default_identity(tmp_path):
+    with pytest.raises(ConfigError, match=r"identity-0\.pem"), locked_default_identity(tmp_path):
         pass

@@ -423,7 +423,7 @@ async def test_small_messages_of_one_turn_are_sent_together_or_at_once() -> None
     near.blocked = True
     caller.send(Ping(request=1))
     assert near.get_write_buffer_size() == 0
-    caller.send(Ping(request=2), at_once=True)  # Sends the queued message too.
+    caller.send(Ping(request=2), flush=True)  # Sends the queued message too.
     written = near.get_write_buffer_size()
     assert written > 0
     await asyncio.sleep(0)

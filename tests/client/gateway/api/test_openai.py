@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from swarm.app.local_swarm import Member
-from tests.cases.town import Town
+from tests.cases.peer_set import PeerSet
 from tests.client.gateway.real_gateway import real_gateway, start_peers
 from tests.conftest import ChatIds, GreedyReference
 from tests.harness import ROOT, swarm_command, wait_until
@@ -37,9 +37,9 @@ class GatewayUnderTest:
 
 
 @pytest.fixture(scope="module")
-def served(gateway_town: Town, smollm2_package: Path) -> Iterator[GatewayUnderTest]:
+def served(gateway_peers: PeerSet, smollm2_package: Path) -> Iterator[GatewayUnderTest]:
     """Two peers, a spare for the last layers, and a gateway."""
-    members = [gateway_town[name] for name in start_peers(gateway_town, smollm2_package)]
+    members = [gateway_peers[name] for name in start_peers(gateway_peers, smollm2_package)]
     with real_gateway(members[0].address) as gateway:
         yield GatewayUnderTest(members, gateway.process, gateway.url, gateway.model)
 

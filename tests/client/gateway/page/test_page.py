@@ -15,7 +15,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from client.gateway.keys import Keys
-from tests.cases.town import Town
+from tests.cases.peer_set import PeerSet
 from tests.client.gateway.page.browser import PATIENCE_MS, PHONE, Visitor, chromium
 from tests.client.gateway.real_gateway import BACK, FRONT, HOSTILE, real_gateway, start_peers
 from tests.client.gateway.toy_gateway import toy_gateway
@@ -30,7 +30,7 @@ expect.set_options(timeout=PATIENCE_MS)
 
 @dataclass
 class GatewayUnderTest:
-    town: Town
+    peer_set: PeerSet
     url: str
 
     @property
@@ -40,10 +40,10 @@ class GatewayUnderTest:
 
 
 @pytest.fixture(scope="module")
-def served(gateway_town: Town, smollm2_package: Path) -> Iterator[GatewayUnderTest]:
-    start_peers(gateway_town, smollm2_package)
-    with real_gateway(gateway_town["anna"].address) as gateway:
-        yield GatewayUnderTest(gateway_town, gateway.url)
+def served(gateway_peers: PeerSet, smollm2_package: Path) -> Iterator[GatewayUnderTest]:
+    start_peers(gateway_peers, smollm2_package)
+    with real_gateway(gateway_peers["anna"].address) as gateway:
+        yield GatewayUnderTest(gateway_peers, gateway.url)
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +301,7 @@ def test_a_killed_peer_is_shown_while_the_answer_goes_on(
         expect(talking.locator(".answer .message")).to_have_text(re.compile(r"\w+ \w+"))
         (route,) = (r for r in served.state["routes_in_use"] if r["tokens"] > 1)
         victim = route["hops"][1]
-        served.town[victim["name"]].kill()
+        served.peer_set[victim["name"]].kill()
 
         row = watching.locator(f"""tr[data-peer="{victim["peer_id"]}"]""")
         expect(row).to_have_attribute("data-condition", re.compile("lost|gone"))
@@ -313,7 +313,7 @@ def test_a_killed_peer_is_shown_while_the_answer_goes_on(
         expect(talking.locator(f"{FINISHED} .message")).to_have_text(text)
         expect(talking.locator(".answer .stats")).to_contain_text("route repaired 1 time")
 
-        served.town["anna"].kill()
+        served.peer_set["anna"].kill()
         expect(watching.get_by_text("not covered")).to_be_visible()
         expect(events).to_contain_text(f"nobody serves the layers {FRONT}")
 

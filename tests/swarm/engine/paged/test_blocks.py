@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from swarm.engine.paged.blocks import BlockPool, BlockTable, first_name, names_of
+from swarm.engine.paged.blocks import BlockPool, BlockTable, block_names, root_name
 from swarm.errors import BadStep, ContextExceeded, EngineError, PeerBusy
 
 SIZE, COUNT, ROOM = 4, 12, 30
-FIRST = first_name("model", "f32/f32")
+FIRST = root_name("model", "f32/f32")
 
 
 class Blocks(RuleBasedStateMachine):
@@ -33,7 +33,7 @@ class Blocks(RuleBasedStateMachine):
             return
         table, shared = BlockTable(self.pool, max_tokens=ROOM), 0
         if shares:
-            ids = table.adopt(FIRST, names_of(np.array(text, np.int32), first=FIRST, size=SIZE))
+            ids = table.reuse_prefix(FIRST, block_names(np.array(text, np.int32), first=FIRST, size=SIZE))
             shared = len(ids)
             assert ids.tolist() == text[:shared]
         assert shared <= len(text)
@@ -52,14 +52,14 @@ class Blocks(RuleBasedStateMachine):
             return
         table.check(start, len(ids))
         before, free = (list(table.blocks), table.length), self.pool.free
-        missing = table.missing(start, len(ids))
+        missing_blocks = table.missing_blocks(start, len(ids))
         try:
             copy = table.prepare(start, len(ids))
         except PeerBusy:
-            assert missing > free
+            assert missing_blocks > free
             assert before == (table.blocks, table.length)
             return
-        assert self.pool.free >= free - missing
+        assert self.pool.free >= free - missing_blocks
         if copy is not None:
             self.memory[copy[1]] = list(self.memory[copy[0]])
         known = text[:start] + ids
@@ -105,7 +105,7 @@ class Blocks(RuleBasedStateMachine):
             if name is not None:
                 last = self.memory[block][SIZE - 1]
                 assert last is not None
-                assert names_of(np.array(last, np.int32), first=FIRST, size=SIZE)[-1] == name
+                assert block_names(np.array(last, np.int32), first=FIRST, size=SIZE)[-1] == name
                 assert self.pool.find(name) == block
 
 
@@ -115,7 +115,7 @@ TestBlocks.settings = settings(max_examples=60, stateful_step_count=40, deadline
 
 def sharing(pool: BlockPool, *text: int) -> BlockTable:
     table = BlockTable(pool, max_tokens=16)
-    table.adopt(FIRST, names_of(np.array(text, np.int32), first=FIRST, size=SIZE))
+    table.reuse_prefix(FIRST, block_names(np.array(text, np.int32), first=FIRST, size=SIZE))
     return table
 
 
@@ -140,10 +140,10 @@ def test_blocks_are_reused_in_the_order_of_release_and_the_beginning_of_a_text_l
 @given(st.binary(max_size=9), st.binary(max_size=9))
 def test_chains_with_different_starts_have_no_name_in_common(one: bytes, other: bytes) -> None:
     ids = np.arange(12, dtype=np.int32)
-    names = [names_of(ids, first=first_name("model", salt), size=SIZE) for salt in (one, other)]
+    names = [block_names(ids, first=root_name("model", salt), size=SIZE) for salt in (one, other)]
     assert [len(each) for each in names] == [3, 3]
     assert bool(set(names[0]) & set(names[1])) == (one == other)
-    assert first_name("ab", "c") != first_name("a", "bc")
+    assert root_name("ab", "c") != root_name("a", "bc")
 
 
 def test_wrong_steps_and_sizes_are_named() -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from swarm.engine.base import Step
 from swarm.engine.choice import engines_to_try, open_chosen_engine
 from swarm.engine.compose import compose, open_engine
-from swarm.engine.paged.blocks import first_name, names_of, pack_names
+from swarm.engine.paged.blocks import block_names, pack_names, root_name
 from swarm.engine.paged.engine import PagedEngine, open_paged_engine
 from swarm.engine.paged.graph import to_paged
 from swarm.engine.paged.store import KvStore
@@ -50,8 +50,8 @@ def alone(engine: StatefulEngine, ids: Ids) -> NDArray[np.float32]:
 
 def begin(engine: PagedEngine, session: str, first: bytes, names: list[bytes]) -> int:
     engine.open(session, 150)
-    packed = pack_names(first, names, most=1 << 15)
-    return len(engine.store.tables.adopt(session, packed, tag=b"0:4"))
+    packed = pack_names(first, names, max_bytes=1 << 15)
+    return len(engine.store.tables.reuse_prefix(session, packed, tag=b"0:4"))
 
 
 def test_paged_graphs_are_not_cached_because_the_plugin_cannot_read_them_back(
@@ -148,8 +148,8 @@ def test_an_engine_over_a_part_of_the_span_shares_the_blocks(tiny_packages: Mapp
 
 
 def test_a_cached_prefix_gives_the_same_numbers_as_a_computed_one(llama: PagedEngine) -> None:
-    first = first_name("model", "f32")
-    names = names_of(IDS[:100], first=first)
+    first = root_name("model", "f32")
+    names = block_names(IDS[:100], first=first)
     assert begin(llama, "one", first, names) == 0
     expected = run(llama, Step(session="one", start=0, tokens=IDS[:100], rows=4))
     llama.close("one")
@@ -161,8 +161,8 @@ def test_a_cached_prefix_gives_the_same_numbers_as_a_computed_one(llama: PagedEn
     ]
     for result in llama.forward(steps):
         np.testing.assert_allclose(np.asarray(result), expected, atol=3e-5)
-    other = first_name("model", "u8")
-    assert begin(llama, "other", other, names_of(IDS[:100], first=other)) == 0
+    other = root_name("model", "u8")
+    assert begin(llama, "other", other, block_names(IDS[:100], first=other)) == 0
     for name in ("two", "three", "other"):
         llama.close(name)
     llama.store.pool.forget()

@@ -114,8 +114,8 @@ def test_an_evicted_session_is_restored_before_its_next_step_or_must_start_again
         memory.rows[one.blocks[position // 4], position % 4] = position
     one.commit(np.arange(6, dtype=np.int32))
     tables.evict("one")
-    assert (tables.free, tables.missing("one", 6, 1), tables.held("one")) == (4, 2, 0)
-    assert tables.fitting("one", 6, beside=3) == 0
+    assert (tables.free, tables.missing_blocks("one", 6, 1), tables.exclusive_blocks("one")) == (4, 2, 0)
+    assert tables.fitting_tokens("one", 6, reserved=3) == 0
     other = tables.check("other", 0, 8)
     other.prepare(0, 8)
     memory.rows[other.blocks] = 99

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from client.events import Event, OnEvent, Stage, unheard
+from client.events import Event, OnEvent, Stage, ignore_event
 from swarm.app.local_swarm import ANNOUNCED, LISTENING, LocalSwarm, Member
 
 _THROTTLE_SCRIPT = """
@@ -30,7 +30,7 @@ finally:
 
 
 @dataclass(frozen=True)
-class House:
+class PeerSpec:
     """The description of a peer: `name` serves `span` of the model in `package`."""
 
     name: str
@@ -39,12 +39,12 @@ class House:
     options: tuple[str, ...] = ()
 
 
-class Town:
-    """A swarm of exactly the peers that the last `populate` named. Peers that it names again keep running."""
+class PeerSet:
+    """A swarm of exactly the peers that the last `start_exactly` named. Peers that it names again keep running."""
 
     def __init__(self, swarm: LocalSwarm) -> None:
         self._swarm = swarm
-        self._members: dict[House, Member] = {}
+        self._members: dict[PeerSpec, Member] = {}
 
     @property
     def addresses(self) -> list[str]:
@@ -54,11 +54,11 @@ class Town:
     def __getitem__(self, name: str) -> Member:
         return next(member for spec, member in self._members.items() if spec.name == name)
 
-    def pick(self, specs: Sequence[House], count: int) -> list[House]:
+    def pick(self, specs: Sequence[PeerSpec], count: int) -> list[PeerSpec]:
         """`count` of `specs`, peers that run first."""
         return sorted(specs, key=lambda spec: not self._is_alive(spec))[:count]
 
-    def populate(self, *specs: House) -> None:
+    def start_exactly(self, *specs: PeerSpec) -> None:
         """Start missing peers, kill all others, and wait until these have announced."""
         for spec in list(self._members):
             if spec not in specs or not self._is_alive(spec):
@@ -71,7 +71,7 @@ class Town:
                     self._swarm.wait([member], phase=LISTENING)
         self._swarm.wait(self._members.values())
 
-    def start(self, spec: House, *, listen: str = "") -> Member:
+    def start(self, spec: PeerSpec, *, listen: str = "") -> Member:
         """Start or restart a peer without waiting for it."""
         others = [other for other in self._members if other != spec]
         initial = [member.address for member in self._listening(others)][:1]
@@ -81,24 +81,24 @@ class Town:
         self._members[spec] = member
         return member
 
-    def wait(self, spec: House, phase: str = ANNOUNCED) -> None:
+    def wait(self, spec: PeerSpec, phase: str = ANNOUNCED) -> None:
         """Wait until the peer has reached `phase`."""
         self._swarm.wait([self._members[spec]], phase=phase)
 
-    def _listening(self, specs: Iterable[House]) -> list[Member]:
+    def _listening(self, specs: Iterable[PeerSpec]) -> list[Member]:
         members = [self._members[spec] for spec in specs]
         return [member for member in members if member.alive and member.event(LISTENING) is not None]
 
-    def _is_alive(self, spec: House) -> bool:
+    def _is_alive(self, spec: PeerSpec) -> bool:
         return spec in self._members and self._members[spec].alive
 
 
 @contextlib.contextmanager
-def town_in(folder: Path) -> Iterator[Town]:
+def open_peer_set(folder: Path) -> Iterator[PeerSet]:
     """An empty set. Its peers use one thread each and are killed at the end."""
     options = ["--threads", "1", "--kv-tokens", "8192", "--grace", "1"]
     with LocalSwarm(folder, options=options) as swarm:
-        yield Town(swarm)
+        yield PeerSet(swarm)
 
 
 @contextlib.contextmanager
@@ -128,7 +128,7 @@ def slowed(member: Member, share: float) -> Iterator[None]:
 class EventLog:
     """Records a client's events: `SwarmClient.connect(on_event=event_log.on_event)`."""
 
-    def __init__(self, forward_to: OnEvent = unheard) -> None:
+    def __init__(self, forward_to: OnEvent = ignore_event) -> None:
         """`forward_to` gets each event too."""
         self.events: list[Event] = []
         self.forward_to = forward_to
