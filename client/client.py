@@ -23,10 +23,10 @@ from client.metrics import Meter
 from client.pipeline.connections import ConnectionPool
 from client.pipeline.pipeline import Pipeline
 from client.pipeline.planner import Planner
-from client.speculation.drafts import Drafts, SessionDrafts
+from client.speculation.draft_pool import Drafts, SessionDrafts
 from swarm.discovery.download import fetch_manifest, fetch_parts
+from swarm.discovery.peer_directory import PeerDirectory, find_model, find_peers, first_contact_note
 from swarm.discovery.records import PeerRecord
-from swarm.discovery.remote_directory import PeerDirectory, find_model, find_peers, first_contact_note
 from swarm.errors import (
     ConfigError,
     LocalProtocolError,

@@ -10,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from client.gateway.model_pool import ModelPool
 from client.metrics import Metrics
-from swarm.process.prometheus import ScrapeCollector
+from swarm.process.metrics_server import ScrapeCollector
 
 _FIRST_TOKEN_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 30.0, 60.0)
 _BETWEEN_TOKENS_BUCKETS = (0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 3.0, 10.0)

@@ -15,8 +15,8 @@ from client.config import ClientConfig, GenerationConfig
 from client.gateway.api.errors import INTERNAL_ERROR
 from client.generation.generate import Piece
 from swarm.discovery.directory import MODELS_TOPIC, Directory
+from swarm.discovery.peer_directory import MIN_DIGEST_PREFIX, PeerDirectory, served_models
 from swarm.discovery.records import model_records
-from swarm.discovery.remote_directory import MIN_DIGEST_PREFIX, PeerDirectory, served_models
 from swarm.errors import RequestError, SwarmError
 from swarm.transport.address import Address
 from swarm.transport.hello import client_hello

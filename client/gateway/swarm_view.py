@@ -12,7 +12,7 @@ from typing import Any
 from client.client import RouteInUse
 from client.gateway.model_pool import ModelPool, ServedModel
 from client.inspector.report import SCHEMA, inspect_swarm
-from client.inspector.snapshot import SwarmInspector
+from client.inspector.swarm_inspector import SwarmInspector
 from client.options import DEFAULT_SESSION_TOKENS
 from swarm.errors import SwarmError
 from swarm.routing.plan import RouteRequest

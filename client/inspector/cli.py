@@ -15,7 +15,7 @@ from rich.text import Text
 
 from client.inspector.picture import Picture, picture_models
 from client.inspector.report import SCHEMA, Inspection, ModelView, view_model
-from client.inspector.snapshot import SwarmInspector
+from client.inspector.swarm_inspector import SwarmInspector
 from client.options import (
     DEFAULT_SESSION_TOKENS,
     InitialPeers,
@@ -30,8 +30,8 @@ from client.options import (
     write_json,
 )
 from swarm.discovery.directory import MODELS_TOPIC
+from swarm.discovery.peer_directory import PeerDirectory, find_peers, first_contact_note, served_models
 from swarm.discovery.records import model_records
-from swarm.discovery.remote_directory import PeerDirectory, find_peers, first_contact_note, served_models
 from swarm.errors import DirectoryError, NotCovered, PeerError, RemoteProtocolError
 from swarm.model.manifest import MAX_LAYERS
 from swarm.process import event_loop

@@ -26,9 +26,9 @@ import numpy as np
 
 from client.config import ClientConfig
 from client.pipeline.connections import ConnectionPool
-from client.pipeline.deadlines import StepTimes
 from client.pipeline.diagnosis import Cause, Diagnosis, Finding
 from client.pipeline.hop import Hop, close_all
+from client.pipeline.step_times import StepTimes
 from swarm.engine.steps import all_finite
 from swarm.errors import (
     BadStep,

@@ -14,7 +14,7 @@ from swarm.discovery.records import PeerRecord
 from swarm.errors import PeerLost, PeerUnreachable, SwarmError
 from swarm.transport.channel import Channel
 from swarm.transport.link import LinkQuality, measure_link
-from swarm.wire.message import Message
+from swarm.wire.base_message import Message
 from swarm.wire.messages import Failure, Hello, Leaving, Output
 
 T = TypeVar("T")

@@ -29,11 +29,11 @@ from client.config import ClientConfig
 from client.events import Event, OnEvent, Stage
 from client.pipeline.circuit import Answer, Circuit, Fault, ids_of
 from client.pipeline.connections import ConnectionPool
-from client.pipeline.deadlines import step_times_of
 from client.pipeline.hop import Hop
 from client.pipeline.planner import Planner
 from client.pipeline.prefix import common_prefix
 from client.pipeline.retry_budget import RetryBudget
+from client.pipeline.step_times import step_times_of
 from swarm.engine.paged.blocks import block_names, pack_names, root_name
 from swarm.errors import (
     DirectoryError,

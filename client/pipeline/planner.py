@@ -11,8 +11,8 @@ from client.config import ClientConfig
 from client.pipeline.connections import UNREACHABLE, ConnectionPool
 from client.pipeline.peer_health import PeerHealth
 from swarm.discovery.directory import Directory
+from swarm.discovery.peer_directory import find_peers
 from swarm.discovery.records import LEAVING, PeerRecord
-from swarm.discovery.remote_directory import find_peers
 from swarm.errors import (
     ContextExceeded,
     DirectoryError,

@@ -19,8 +19,8 @@ from typing import Any
 import openvino as ov
 
 from export.checkpoint.checkpoint import Checkpoint
+from export.checkpoint.decoder import Decoder
 from export.checkpoint.families import Family, check_family
-from export.checkpoint.one_layer import Decoder
 from export.checkpoint.tokenizer import write_tokenizer
 from export.checkpoint.torch_stack import versions
 from export.graph.compress import F16, INT4, INT8, KEEP, Format, weight_format
@@ -28,8 +28,8 @@ from export.graph.part_file import parts_of, save_part, structure
 from export.graph.stateful import drop_beam_gathers
 from export.graph.static import check_fits, write_static
 from export.package.journal import Journal, PartRecord
-from export.package.output import check_replaceable, put_in_place
-from export.package.parts import PartBuilder, PartGraph, TensorTransform
+from export.package.output_directory import check_replaceable, put_in_place
+from export.package.part_builder import PartBuilder, PartGraph, TensorTransform
 from export.package.row_blocks import compress_rows
 from export.sources.openvino_ir import facts, windows_of
 from export.sources.source import ModelFacts, Progress, eos_of_tokenizer, no_progress, slug

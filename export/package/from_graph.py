@@ -21,7 +21,7 @@ from export.graph.part_file import parts_of, save_part, structure
 from export.graph.stateful import drop_beam_gathers, prepare
 from export.graph.static import check_fits, write_static
 from export.package.from_checkpoint import export_checkpoint
-from export.package.output import check_replaceable, put_in_place, workspace
+from export.package.output_directory import check_replaceable, put_in_place, workspace
 from export.sources.gguf import read_gguf_source
 from export.sources.openvino_ir import read_ir_source
 from export.sources.source import IR_NAME, ModelSource, Progress, no_progress, slug

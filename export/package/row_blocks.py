@@ -20,7 +20,7 @@ from openvino import opset15 as op
 
 from export.graph.compress import Format, compress
 from export.graph.cut import name_new_ops
-from export.package.parts import PartGraph
+from export.package.part_builder import PartGraph
 
 _BLOCK = 96 << 20
 """Source bytes of a block; nncf needs about six times as much memory."""

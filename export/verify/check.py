@@ -16,8 +16,8 @@ import psutil
 from numpy.typing import NDArray
 
 from export.checkpoint.checkpoint import Checkpoint
+from export.checkpoint.decoder import Decoder
 from export.checkpoint.families import check_family
-from export.checkpoint.one_layer import Decoder
 from export.checkpoint.torch_stack import versions
 from export.graph.part_file import parts_of
 from export.sources.source import Progress, no_progress

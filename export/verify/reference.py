@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from export.checkpoint.one_layer import Decoder
+from export.checkpoint.decoder import Decoder
 from export.checkpoint.torch_stack import quiet
 from export.verify.runner import Runner, Step
 

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from swarm.discovery.directory import MAX_TTL_S, Directory
+from swarm.discovery.peer_directory import find_peers
 from swarm.discovery.records import LEAVING, MAX_LINKS, ModelRecord, PeerRecord
-from swarm.discovery.remote_directory import find_peers
 from swarm.errors import ConfigError, DirectoryError, PeerStalled, SwarmError
 from swarm.transport.channel import Channel
 from swarm.transport.identity import Identity

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from peer.batching.job import StepOutcome
+from peer.batching.step_job import StepOutcome
 from peer.sessions.service import Load
 from swarm.discovery.records import SERVING
 from swarm.engine.base import Step
 from swarm.errors import SwarmError
-from swarm.process.prometheus import ScrapeCollector
+from swarm.process.metrics_server import ScrapeCollector
 
 _STEP_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 2.0, 8.0)
 _BATCH = (1, 2, 4, 8, 16, 32, 64)

@@ -29,8 +29,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from peer.batching.job import StepJob, StepOutcome, device_failed
 from peer.batching.scheduler import Portion, Scheduler, SerialScheduler
+from peer.batching.step_job import StepJob, StepOutcome, device_failed
 from swarm.engine.base import Engine, Step
 from swarm.errors import EngineError, LocalProtocolError, PeerBusy, PeerFailed, SwarmError
 from swarm.process.priority import lower_priority

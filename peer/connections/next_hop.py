@@ -15,8 +15,8 @@ from typing import Protocol
 from swarm.errors import PeerUnreachable, SwarmError, UnknownSession
 from swarm.transport.address import Address
 from swarm.transport.channel import Channel
+from swarm.wire.base_message import Message
 from swarm.wire.failures import as_peer_error, failure_to_error
-from swarm.wire.message import Message
 from swarm.wire.messages import Attach, Attached, Failure, Hello, Link
 
 _log = logging.getLogger(__name__)

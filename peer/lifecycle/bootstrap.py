@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from peer.config import JoinConfig
 from peer.lifecycle.listen_addresses import announced_hosts, default_dht_port
 from peer.report import Report
-from swarm.discovery.remote_directory import PeerDirectory, first_contact_note
+from swarm.discovery.peer_directory import PeerDirectory, first_contact_note
 from swarm.errors import DirectoryError, PeerError, SwarmError, WrongPeer
 from swarm.wire.messages import Hello
 from swarm.wire.queries import AskDht, DhtAddresses

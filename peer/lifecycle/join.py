@@ -40,11 +40,11 @@ from peer.report import Report
 from peer.serving.queries import QueryHandler, SharedFiles
 from peer.serving.server import PeerServer
 from peer.sessions.service import ServedSpan, SpanService
-from swarm.discovery.remote_directory import PeerDirectory
+from swarm.discovery.peer_directory import PeerDirectory
 from swarm.engine.device import check_device
 from swarm.errors import ConfigError, DirectoryError, EngineError, PeerError, SwarmError, first_error
 from swarm.process.folders import state_folder
-from swarm.process.prometheus import MetricsServer
+from swarm.process.metrics_server import MetricsServer
 from swarm.transport.address import Address
 from swarm.transport.hello import peer_hello
 from swarm.transport.identity import Identity, locked_default_identity, locked_identity

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from swarm.errors import ConfigError
-from swarm.model.balance import span_cost
 from swarm.model.manifest import Manifest
 from swarm.model.memory_footprint import default_kv_tokens as default_kv_tokens
 from swarm.model.memory_footprint import format_bytes
 from swarm.model.memory_footprint import layers_that_fit as layers_that_fit
 from swarm.model.memory_footprint import needed_bytes as needed_bytes
+from swarm.model.span_cost import span_cost
 from swarm.model.spans import LayerRange
 
 # The span is chosen before this machine's speed is measured.

@@ -24,8 +24,8 @@ from peer.report import Report
 from peer.serving.queries import SharedFiles
 from swarm.discovery.directory import Directory
 from swarm.discovery.download import fetch_manifest, fetch_parts
+from swarm.discovery.peer_directory import find_model, find_peers
 from swarm.discovery.records import SERVING, PeerRecord
-from swarm.discovery.remote_directory import find_model, find_peers
 from swarm.engine.choice import EngineKind, graphs_of
 from swarm.engine.paged.blocks import BLOCK_TOKENS
 from swarm.errors import ConfigError, DamagedFile, DirectoryError, PeerError, RemoteProtocolError, UnknownModel

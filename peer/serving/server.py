@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Self, TypeVar, cast
 
-from peer.connections.caller import Connection, host_of
+from peer.connections.caller_connection import Connection, host_of
 from peer.serving.queries import QueryHandler
 from peer.sessions.service import SpanService
 from swarm.errors import PeerBusy, PeerFailed, PeerLost, RemoteProtocolError, SwarmError, UnknownSession
@@ -29,8 +29,8 @@ from swarm.transport.identity import Identity
 from swarm.transport.limits import Limits
 from swarm.transport.listener import Listener
 from swarm.transport.stream import MAX_CONNECTIONS, Stream, listen
+from swarm.wire.base_message import Message
 from swarm.wire.failures import error_to_failure
-from swarm.wire.message import Message
 from swarm.wire.messages import Attach, CloseSession, Failure, Forward, Hello, Link, OpenSession
 from swarm.wire.queries import MAX_PING_PAYLOAD, AskDht, AskFile, AskManifest, AskReach, AskTopic, Ping
 

@@ -21,15 +21,15 @@ from typing import Protocol
 
 import numpy as np
 
-from peer.batching.job import StepJob, StepOutcome
+from peer.batching.step_job import StepJob, StepOutcome
 from peer.batching.worker import Worker
 from peer.connections.next_hop import NextHop
 from peer.sessions.table import Arrival, Session, SessionTable
 from swarm.engine.base import Engine, Step
 from swarm.errors import BadStep, ContextExceeded, LocalProtocolError, PeerFailed, PeerLost, PeerStalled, SwarmError
 from swarm.sampling import Choice
+from swarm.wire.base_message import Message
 from swarm.wire.failures import error_to_failure
-from swarm.wire.message import Message
 from swarm.wire.messages import Failure, Forward, HopTrace, Output
 
 _log = logging.getLogger(__name__)

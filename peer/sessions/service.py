@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 
-from peer.batching.job import StepOutcome
 from peer.batching.scheduler import BatchScheduler, Scheduler, SerialScheduler
 from peer.batching.speed import LayerTime, Throughput
+from peer.batching.step_job import StepOutcome
 from peer.batching.worker import Worker
 from peer.config import SessionLimits
-from peer.connections.caller import Connection
+from peer.connections.caller_connection import Connection
 from peer.connections.next_hop import NextHops
 from peer.sessions.executor import SessionExecutor
 from peer.sessions.segments import SegmentBuilder, Segments

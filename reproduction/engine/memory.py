@@ -22,8 +22,8 @@ from peer.loading.capacity import needed_bytes
 from reproduction.experiment import Log, Report, Row
 from reproduction.harness.machine import machine
 from reproduction.harness.peers import pinned_swarm
+from reproduction.models.random_models import wide_shaped
 from reproduction.models.real import Model, smollm2
-from reproduction.models.shaped import wide_shaped
 from swarm.app.local_swarm import LocalSwarm
 from swarm.model.spans import LayerRange
 from swarm.process import event_loop

@@ -2,7 +2,8 @@
 
 Both run on one thread in accuracy mode and decode the same tokens. openvino_genai runs twice: with its default
 (paged-attention) back end, and with the stateful back end, the same kind of graph as the span. The goal refers to the
-stateful one. `beam_idx` is compared on a graph of optimum-intel with random weights (see `reproduction.models.shaped`).
+stateful one. `beam_idx` is compared on a graph of optimum-intel with random weights
+(see `reproduction.models.random_models`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from numpy.typing import NDArray
 from reproduction.experiment import Log, Report, Row, interleaved, median_ratio, medians
 from reproduction.harness.local import Runner, Unsplit, chain, decode, settings, without_beam_idx
 from reproduction.harness.machine import machine
+from reproduction.models.random_models import smollm2_shaped
 from reproduction.models.real import Model, smollm2
-from reproduction.models.shaped import smollm2_shaped
 
 PROMPT = "The history of the Roman empire begins with"
 TOKENS = 128

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from reproduction.experiment import Log, Report, Row
 from reproduction.harness.machine import machine
-from reproduction.models.made_up import LLAMA_8B, Shape, scratch, write_checkpoint
+from reproduction.models.random_checkpoints import LLAMA_8B, Shape, scratch, write_checkpoint
 from reproduction.models.real import smollm2
 from swarm.process.folders import cache_folder
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from export.graph.compress import Format, compress
 from export.package.from_checkpoint import CheckpointExport, write_parts
 from export.package.journal import Journal
-from export.package.parts import PartBuilder
+from export.package.part_builder import PartBuilder
 from reproduction.experiment import Log, Report, Row
 from reproduction.harness.machine import machine
-from reproduction.models.made_up import LLAMA_8B, scratch, write_checkpoint
+from reproduction.models.random_checkpoints import LLAMA_8B, scratch, write_checkpoint
 from reproduction.models.real import smollm2
 from swarm.engine.memory import release_memory
 from swarm.model.manifest import layer_part

@@ -17,7 +17,7 @@ from swarm.engine.compose import compose, open_engine
 from swarm.engine.device import compile_span
 from swarm.engine.paged.engine import open_paged_engine
 from swarm.engine.stateful import StatefulEngine
-from swarm.model.balance import balanced_spans
+from swarm.model.span_cost import balanced_spans
 from swarm.model.spans import LayerRange
 
 # The settings of `--precision accuracy`, for reference programs.

@@ -22,7 +22,7 @@ from reproduction.harness.local import even_spans
 from reproduction.harness.peers import pinned_swarm
 from reproduction.models.real import Model
 from swarm.app.local_swarm import LocalSwarm
-from swarm.discovery.remote_directory import PeerDirectory
+from swarm.discovery.peer_directory import PeerDirectory
 from swarm.model.spans import LayerRange
 from swarm.process import event_loop
 from swarm.sampling import Sampling

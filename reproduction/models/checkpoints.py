@@ -15,7 +15,7 @@ from pathlib import Path
 from export.checkpoint.torch_stack import load_transformers, quiet
 from export.package.from_graph import export_package
 from reproduction.experiment import Log
-from reproduction.models.made_up import Shape, write_checkpoint
+from reproduction.models.random_checkpoints import Shape, write_checkpoint
 from reproduction.models.real import Model, smollm2
 from swarm.app.demo_model import SHA256, fetch_demo_model
 from swarm.model.manifest import MANIFEST, load_manifest

@@ -12,9 +12,9 @@ from client.config import GenerationConfig
 from client.generation.generate import collect
 from reproduction.experiment import Log, Report, Row, interleaved, median_ratio, medians
 from reproduction.harness.drafting import timed
-from reproduction.harness.far import delay_prefix
 from reproduction.harness.local import even_spans
 from reproduction.harness.machine import machine
+from reproduction.harness.network_delay import delay_prefix
 from reproduction.harness.peers import pinned_swarm
 from reproduction.models.real import smollm2
 

@@ -2,7 +2,7 @@
 
 `naive` has no draft and returns all logits in f32, one step at a time. In `full`, SmolLM2 INT4 drafts for SmolLM2 f16,
 with an adaptive number of guesses and windows in flight. `look-up` drafts by look-up. Both methods of
-`reproduction.harness.far` add the delay.
+`reproduction.harness.network_delay` add the delay.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from client.config import GenerationConfig
 from client.generation.generate import Reply, collect
 from reproduction.experiment import Log, Report, Row
 from reproduction.harness.drafting import connect
-from reproduction.harness.far import METHODS, delay_prefix
 from reproduction.harness.local import even_spans
 from reproduction.harness.machine import machine
+from reproduction.harness.network_delay import METHODS, delay_prefix
 from reproduction.harness.peers import pinned_swarm
 from reproduction.harness.prompt_kinds import KINDS
 from reproduction.models.real import smollm2, smollm2_f16

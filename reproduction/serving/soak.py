@@ -25,8 +25,8 @@ from reproduction.harness.peers import pinned_swarm
 from reproduction.harness.users import Users, open_users, prompts_of
 from reproduction.models.real import Model, smollm2
 from swarm.app.local_swarm import LocalSwarm, Member
+from swarm.discovery.peer_directory import PeerDirectory, find_peers
 from swarm.discovery.records import PeerRecord
-from swarm.discovery.remote_directory import PeerDirectory, find_peers
 from swarm.transport.address import Address
 from swarm.transport.hello import client_hello
 

@@ -16,9 +16,9 @@ from client.generation.generate import collect
 from reproduction.bounds.one_process import write
 from reproduction.experiment import Log, Report, Row, interleaved, median_ratio, medians
 from reproduction.harness.drafting import draft_with, timed
-from reproduction.harness.far import delay_prefix
 from reproduction.harness.local import even_spans
 from reproduction.harness.machine import machine
+from reproduction.harness.network_delay import delay_prefix
 from reproduction.harness.peers import pinned_swarm
 from reproduction.harness.prompt_kinds import KINDS
 from reproduction.harness.scripted_draft import ScriptedDraft

@@ -28,12 +28,12 @@ from client.options import DEFAULT_SESSION_TOKENS, stderr_console, write_json
 from swarm import __version__
 from swarm.app.demo_model import fetch_demo_model
 from swarm.app.local_swarm import ANNOUNCED, LocalSwarm, Member
-from swarm.discovery.remote_directory import PeerDirectory, find_peers
-from swarm.engine.cache import locked
+from swarm.discovery.peer_directory import PeerDirectory, find_peers
+from swarm.engine.compile_cache import locked
 from swarm.errors import PackageError
-from swarm.model.balance import balanced_spans, check_span_count
 from swarm.model.manifest import Manifest, check_files, even_grid, load_manifest, sha256_of
 from swarm.model.numerics import Precision
+from swarm.model.span_cost import balanced_spans, check_span_count
 from swarm.model.spans import LayerRange
 from swarm.process import event_loop
 from swarm.process.folders import cache_folder

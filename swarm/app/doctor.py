@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from peer.loading.capacity import default_kv_tokens, layers_that_fit, needed_bytes
-from swarm.discovery.remote_directory import first_contact_note
+from swarm.discovery.peer_directory import first_contact_note
 from swarm.errors import ConfigError, SwarmError
 from swarm.model.manifest import Manifest, check_files, load_manifest
 from swarm.model.memory_footprint import EMPTY_PEER_BYTES, default_memory_limit, format_bytes

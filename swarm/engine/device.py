@@ -11,7 +11,7 @@ from typing import Any
 
 import openvino as ov
 
-from swarm.engine.cache import discard, discard_if_damaged, entry_path, evict, locked, seal
+from swarm.engine.compile_cache import discard, discard_if_damaged, entry_path, evict, locked, seal
 from swarm.errors import ConfigError, EngineError
 from swarm.model.numerics import PRECISIONS, Numerics
 from swarm.process.priority import run_at_low_priority

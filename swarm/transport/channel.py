@@ -13,8 +13,8 @@ from swarm.errors import LocalProtocolError, PeerLost, PeerStalled, RemoteProtoc
 from swarm.transport.address import Address
 from swarm.transport.limits import DEFAULT_LIMITS, Limits
 from swarm.transport.stream import Stream, connect_any
+from swarm.wire.base_message import Message
 from swarm.wire.failures import failure_to_error
-from swarm.wire.message import Message
 from swarm.wire.messages import Failure, Hello
 
 logger = logging.getLogger(__name__)

@@ -30,8 +30,8 @@ from swarm.transport.identity import Identity
 from swarm.transport.limits import DEFAULT_LIMITS, Limits
 from swarm.transport.listener import Listener, bind
 from swarm.transport.tls import accept_tls, connect_tls, peer_context
+from swarm.wire.base_message import Message
 from swarm.wire.failures import as_peer_error, error_to_failure, failure_to_error
-from swarm.wire.message import Message
 from swarm.wire.messages import Failure, Hello
 from swarm.wire.protocol import Connection, Role, ends_connection
 

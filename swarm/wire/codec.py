@@ -18,8 +18,8 @@ import msgpack
 from swarm.errors import LocalProtocolError, RemoteProtocolError, SwarmError
 from swarm.sampling import Sampling
 from swarm.wire import messages, queries
+from swarm.wire.base_message import Message
 from swarm.wire.framing import Buffer
-from swarm.wire.message import Message
 from swarm.wire.messages import HopTrace
 from swarm.wire.tensors import WIRE_SIZES, byte_count, from_bytes, to_bytes
 

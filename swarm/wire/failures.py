@@ -21,7 +21,7 @@ from swarm.errors import (
     StepError,
     SwarmError,
 )
-from swarm.wire.message import MAX_TEXT
+from swarm.wire.base_message import MAX_TEXT
 from swarm.wire.messages import MAX_DETAIL_VALUES, Failure
 
 MAX_RETRY_AFTER_S = 3600.0

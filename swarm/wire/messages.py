@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarm.sampling import MAX_LOGPROBS, Sampling
-from swarm.wire.message import NAME, Message, check, field_error, is_array
+from swarm.wire.base_message import NAME, Message, check, field_error, is_array
 from swarm.wire.tensors import HIDDEN_DTYPES
 
 PROTOCOL_VERSION = 1

@@ -21,9 +21,9 @@ import enum
 from collections.abc import Mapping
 
 from swarm.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
+from swarm.wire.base_message import Message
 from swarm.wire.codec import MESSAGES, encode, read_header, read_message
 from swarm.wire.framing import Buffer, Frame, Framer, frame_buffers
-from swarm.wire.message import Message
 from swarm.wire.messages import (
     PROTOCOL_VERSION,
     Attach,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from swarm.model.manifest import MAX_MANIFEST_BYTES
-from swarm.wire.message import Bulk, Message, check
+from swarm.wire.base_message import Bulk, Message, check
 
 MAX_FILE_PIECE = 4 << 20
 MAX_PING_PAYLOAD = 1 << 20

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from swarm.app.local_swarm import LocalSwarm, Member
+from swarm.discovery.peer_directory import PeerDirectory, find_peers
 from swarm.discovery.records import PeerRecord
-from swarm.discovery.remote_directory import PeerDirectory, find_peers
 from swarm.transport.address import Address
 from swarm.transport.channel import Channel
 from swarm.transport.hello import client_hello

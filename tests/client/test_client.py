@@ -22,8 +22,8 @@ from swarm.errors import (
 )
 from swarm.model.manifest import TOKENIZER, load_manifest
 from swarm.transport.identity import Identity
-from tests.client.scripted import ToySwarm, toy_manifest, toy_text
-from tests.client.world import QUICK, World, run
+from tests.client.scripted_peer import ToySwarm, toy_manifest, toy_text
+from tests.client.toy_world import QUICK, World, run
 
 
 def with_tokenizer(world: World, package: Path) -> dict[str, bytes]:

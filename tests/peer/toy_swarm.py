@@ -24,8 +24,8 @@ from swarm.sampling import Sampling
 from swarm.transport.address import Address
 from swarm.transport.channel import Channel
 from swarm.transport.identity import Identity
+from swarm.wire.base_message import Message
 from swarm.wire.failures import failure_to_error
-from swarm.wire.message import Message
 from swarm.wire.messages import (
     PROTOCOL_VERSION,
     Attach,

@@ -1,7 +1,7 @@
 // One answer on the page: its streamed text, then the hops that computed it and their times.
 
 import { copy, make, setText } from "./dom.js";
-import { count, duration, milliseconds } from "./words.js";
+import { count, duration, milliseconds } from "./format.js";
 
 const TIMES = [
   ["network_s", "way there"],

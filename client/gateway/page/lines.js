@@ -1,6 +1,6 @@
 // Draws routes as lines over the peers' lanes. Geometry only.
 
-import { span } from "./words.js";
+import { span } from "./format.js";
 
 const BEND = 7;
 

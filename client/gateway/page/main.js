@@ -3,10 +3,10 @@
 import { ApiError, events, getJson, hasKey, setKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { byId, setText } from "./dom.js";
-import { nameOf } from "./follow.js";
+import { nameOf } from "./peer_history.js";
 import { Settings } from "./settings.js";
 import { SwarmView } from "./swarm.js";
-import { clock, count } from "./words.js";
+import { clock, count } from "./format.js";
 
 const RETRY_MS = 2000;
 const views = { chat: "Chat", swarm: "Swarm" };

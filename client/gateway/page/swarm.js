@@ -1,9 +1,9 @@
 // The view of the swarm: one column for each layer, one row for each peer, routes drawn over them.
 
 import { byId, draw, make, setText } from "./dom.js";
-import { PeerHistory, nameOf, routesInUse } from "./follow.js";
+import { PeerHistory, nameOf, routesInUse } from "./peer_history.js";
 import { line } from "./lines.js";
-import { clock, compact, count, duration, milliseconds, span } from "./words.js";
+import { clock, compact, count, duration, milliseconds, span } from "./format.js";
 
 const MAX_EVENTS = 50;
 const MAX_ROUTES = 6;

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from client.gateway.metrics import Gauges
 from client.metrics import HopTime, Metrics
 from peer.announcing.metrics import PeerGauges
-from peer.batching.job import StepOutcome
+from peer.batching.step_job import StepOutcome
 from peer.sessions.service import Load
 from swarm.discovery.records import PeerLoad
 from swarm.engine.base import Step

@@ -11,7 +11,7 @@ from client.gateway.model_pool import ModelPool
 from client.gateway.swarm_view import SwarmView
 from swarm.discovery.directory import MemoryDirectory
 from swarm.errors import NotCovered, RequestError
-from tests.client.world import World, run
+from tests.client.toy_world import World, run
 
 
 def with_pool(test: Callable[[World, ModelPool, list[str]], Awaitable[None]], *, max_models: int = 64) -> None:

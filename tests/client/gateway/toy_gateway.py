@@ -19,8 +19,8 @@ from client.gateway.http.server import Shutdown
 from client.gateway.http.server import run as serve
 from client.gateway.model_pool import ModelPool
 from swarm.transport.address import Address
-from tests.client.scripted import ScriptedPeer
-from tests.client.world import QUICK, World
+from tests.client.scripted_peer import ScriptedPeer
+from tests.client.toy_world import QUICK, World
 
 T = TypeVar("T")
 PATIENCE_S = 30.0

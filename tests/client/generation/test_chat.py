@@ -9,8 +9,8 @@ import pytest
 from client.config import GenerationConfig
 from swarm.errors import BadStep, ContextExceeded, LocalProtocolError
 from tests.client.pipeline.test_pipeline import at_step, failing
-from tests.client.scripted import toy_text
-from tests.client.world import ToyTokenizer, World, run
+from tests.client.scripted_peer import toy_text
+from tests.client.toy_world import ToyTokenizer, World, run
 from tests.swarm.event_loops import until
 
 SHORT = GenerationConfig(max_new_tokens=6)

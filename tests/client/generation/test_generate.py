@@ -11,8 +11,8 @@ from client.config import GenerationConfig
 from client.generation.generate import FinishReason, collect
 from swarm.errors import ConfigError, ContextExceeded, NotCovered
 from tests.client.pipeline.test_pipeline import at_step, failing
-from tests.client.scripted import CONTEXT, toy_text
-from tests.client.world import ToyTokenizer, World, run
+from tests.client.scripted_peer import CONTEXT, toy_text
+from tests.client.toy_world import ToyTokenizer, World, run
 
 
 def text_of(ids: list[int]) -> str:

@@ -29,8 +29,8 @@ from swarm.errors import (
 from swarm.model.manifest import StaticSpec
 from swarm.sampling import Sampling
 from swarm.wire.messages import Forward, Hello, Hidden, OpenSession, Output
-from tests.client.scripted import ScriptedPeer, toy_text
-from tests.client.world import QUICK, World, run
+from tests.client.scripted_peer import ScriptedPeer, toy_text
+from tests.client.toy_world import QUICK, World, run
 from tests.swarm.event_loops import until
 
 COUNT = 12

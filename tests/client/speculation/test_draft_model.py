@@ -13,7 +13,7 @@ import pytest
 from client.config import ClientConfig, GenerationConfig
 from client.events import Event
 from client.speculation.draft_model import DraftModel, ModelDraft, check_same_vocabulary
-from client.speculation.drafts import Drafts, SessionDrafts
+from client.speculation.draft_pool import Drafts, SessionDrafts
 from swarm.engine.base import Step, StepResult
 from swarm.errors import ConfigError, EngineError, PackageError
 from swarm.model.manifest import EMBED, TOKENIZER, load_manifest

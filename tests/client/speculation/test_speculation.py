@@ -22,10 +22,10 @@ from swarm.model.manifest import StaticSpec, load_manifest
 from swarm.model.spans import LayerRange
 from swarm.sampling import Sampling, probabilities
 from tests.client.pipeline.test_pipeline import FAULTS, at_step
-from tests.client.scripted import toy_text
+from tests.client.scripted_peer import toy_text
 from tests.client.speculation.engine_pipeline import EnginePipeline, write
 from tests.client.speculation.test_verify import CHI_SQUARE_P001
-from tests.client.world import World, run
+from tests.client.toy_world import World, run
 from tests.peer.toy_engine import ToyEngine
 
 COUNT = 40

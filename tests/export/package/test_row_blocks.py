@@ -8,7 +8,7 @@ import pytest
 from openvino import opset15 as op
 
 from export.graph.compress import Format
-from export.package.parts import PartGraph
+from export.package.part_builder import PartGraph
 from export.package.row_blocks import compress_rows
 
 ROWS, WIDTH = 100, 32

@@ -13,8 +13,8 @@ import pytest
 
 from peer.announcing.announcer import AnnounceConfig, Announcer
 from swarm.discovery.directory import MODELS_TOPIC, MemoryDirectory, Notice
+from swarm.discovery.peer_directory import find_model, find_peers
 from swarm.discovery.records import LEAVING, SERVING, PeerRecord, model_records
-from swarm.discovery.remote_directory import find_model, find_peers
 from swarm.errors import ConfigError, DirectoryError
 from swarm.transport.address import Address
 from swarm.transport.identity import Identity

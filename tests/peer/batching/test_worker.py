@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peer.batching.job import StepOutcome
 from peer.batching.scheduler import BatchScheduler, SerialScheduler
+from peer.batching.step_job import StepOutcome
 from peer.batching.worker import Worker
 from swarm.engine.base import Step, StepResult
 from swarm.engine.paged.block_tables import BlockTables

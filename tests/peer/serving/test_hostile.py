@@ -19,15 +19,15 @@ import numpy as np
 import pytest
 
 from peer.config import SessionLimits
-from peer.connections.caller import Connection
+from peer.connections.caller_connection import Connection
 from peer.serving.queries import SharedFiles
 from peer.sessions.service import ServedSpan, SpanService
 from swarm.errors import PeerBusy
 from swarm.model.manifest import describe_file
 from swarm.model.spans import LayerRange
+from swarm.wire.base_message import Message
 from swarm.wire.codec import encode
 from swarm.wire.framing import PREFIX
-from swarm.wire.message import Message
 from swarm.wire.messages import MAX_STEP_TOKENS, Attach, Forward, OpenSession
 from swarm.wire.queries import MAX_FILE_PIECE, MAX_PING_PAYLOAD, AskFile, FilePiece, Ping
 from tests.peer.toy_engine import HIDDEN, LAYERS, ToyEngine, toy_manifest, toy_text

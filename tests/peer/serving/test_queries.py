@@ -14,7 +14,7 @@ from swarm.errors import DirectoryError, PeerFailed, UnknownModel
 from swarm.model.manifest import FileEntry, Manifest, describe_file
 from swarm.transport.channel import Channel
 from swarm.transport.identity import Identity
-from swarm.wire.message import Message
+from swarm.wire.base_message import Message
 from swarm.wire.queries import (
     AskDht,
     AskFile,

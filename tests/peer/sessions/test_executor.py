@@ -18,7 +18,7 @@ from peer.sessions.executor import SessionExecutor
 from peer.sessions.table import SessionLimits, SessionTable
 from swarm.errors import SwarmError
 from swarm.model.spans import LayerRange
-from swarm.wire.message import Message
+from swarm.wire.base_message import Message
 from swarm.wire.messages import Failure, Forward, OpenSession, Output
 from tests.peer.toy_engine import CONTEXT, LAYERS, ToyEngine
 from tests.peer.toy_swarm import until

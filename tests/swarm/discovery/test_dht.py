@@ -305,7 +305,7 @@ def test_close_ends_a_daemon_that_hangs_even_when_it_is_cancelled() -> None:
 
 @contextlib.contextmanager
 def member(offset: float = 0.0) -> Iterator[tuple[subprocess.Popen[str], int, list[str]]]:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.swarm.discovery.dht_member", str(offset)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.swarm.discovery.dht_node_process", str(offset)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

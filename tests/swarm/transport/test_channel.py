@@ -26,8 +26,8 @@ from swarm.transport.identity import Identity
 from swarm.transport.limits import Limits
 from swarm.transport.link import measure_link
 from swarm.transport.stream import Stream, listen
+from swarm.wire.base_message import Message
 from swarm.wire.failures import error_to_failure
-from swarm.wire.message import Message
 from swarm.wire.messages import Failure, Forward, Leaving, Linked, Output
 from swarm.wire.queries import AskDht, AskTopic, DhtAddresses, Ping, Pong, Topic
 from tests.swarm.event_loops import in_loop, until

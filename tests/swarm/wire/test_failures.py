@@ -17,8 +17,8 @@ from swarm.errors import (
     SwarmError,
     WrongPeer,
 )
+from swarm.wire.base_message import MAX_TEXT
 from swarm.wire.failures import error_to_failure, failure_to_error
-from swarm.wire.message import MAX_TEXT
 from swarm.wire.messages import Failure
 from tests.swarm.wire.strategies import failures
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import LocalProtocolError, RemoteProtocolError
+from swarm.wire.base_message import Message
 from swarm.wire.codec import MESSAGES, encode, read_header, read_message
 from swarm.wire.framing import Frame
-from swarm.wire.message import Message
 from swarm.wire.messages import Failure, Forward, Hello, HopTrace, Link, OpenSession, Output
 from swarm.wire.queries import AskFile, FilePiece, Ping
 from tests.swarm.wire.strategies import ALL_MESSAGES, any_message, same

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
+from swarm.wire.base_message import Message
 from swarm.wire.framing import PREFIX
-from swarm.wire.message import Message
 from swarm.wire.messages import PROTOCOL_VERSION, Failure, Forward, Hello, Output
 from swarm.wire.protocol import MAX_HELLO, MAX_PAYLOAD, Connection, Role, State
 from swarm.wire.queries import AskDht, Ping, Pong

@@ -16,8 +16,8 @@ from client.gateway.api.schema import check
 from tests.client.gateway.api.test_requests import values_of
 from tests.client.gateway.http.strict_sse import chunks, events, text_of
 from tests.client.gateway.toy_gateway import ToyGateway, toy_gateway
-from tests.client.scripted import CONTEXT, VOCAB, toy_text
-from tests.client.world import ToyTokenizer
+from tests.client.scripted_peer import CONTEXT, VOCAB, toy_text
+from tests.client.toy_world import ToyTokenizer
 
 UNSUPPORTED = "unsupported_parameter"
 QUESTION = [{"role": "user", "content": "ABC"}]

@@ -20,8 +20,8 @@ from client.gateway.http import server
 from client.gateway.keys import Keys
 from tests.client.gateway.http.strict_sse import chunks, text_of
 from tests.client.gateway.toy_gateway import PATIENCE_S, ToyGateway, toy_gateway
-from tests.client.scripted import toy_text
-from tests.client.world import ToyTokenizer
+from tests.client.scripted_peer import toy_text
+from tests.client.toy_world import ToyTokenizer
 
 KEY = "sk-a-key-for-tests"
 LONG = {"model": "toy", "prompt": "abc", "max_tokens": 300}

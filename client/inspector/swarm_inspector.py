@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from client.inspector.report import Inspection, MeasuredLink, inspect_swarm, measure_links
 from swarm.discovery.directory import Directory
 from swarm.discovery.download import fetch_manifest
+from swarm.discovery.peer_directory import find_model, find_peers
 from swarm.discovery.records import PeerRecord
-from swarm.discovery.remote_directory import find_model, find_peers
 from swarm.errors import DirectoryError, PeerError, RemoteProtocolError, UnknownModel
 from swarm.model.manifest import Manifest
 from swarm.model.numerics import Numerics

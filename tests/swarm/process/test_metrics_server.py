@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from swarm.errors import ConfigError
-from swarm.process.prometheus import MetricsServer
+from swarm.process.metrics_server import MetricsServer
 from swarm.transport.address import Address
 
 PAGE = b"metric 1\n" * 1000

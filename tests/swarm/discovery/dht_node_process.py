@@ -1,4 +1,4 @@
-"""A DHT node in a process of its own, for tests: `python -m tests.swarm.discovery.dht_member [CLOCK_OFFSET]`.
+"""A DHT node in a process of its own, for tests: `python -m tests.swarm.discovery.dht_node_process [CLOCK_OFFSET]`.
 
 Prints the pid of its daemon and its addresses on one line, and runs until it is killed.
 """

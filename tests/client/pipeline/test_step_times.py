@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from client.pipeline.deadlines import StepTimes
+from client.pipeline.step_times import StepTimes
 
 
 def test_the_expected_time_of_a_step_follows_from_the_records() -> None:

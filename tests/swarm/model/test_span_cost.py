@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.errors import ConfigError
-from swarm.model.balance import balanced_spans, head_cost_in_layers, span_cost
 from swarm.model.manifest import Manifest, even_grid
+from swarm.model.span_cost import balanced_spans, head_cost_in_layers, span_cost
 from swarm.model.spans import LayerRange
 from tests.swarm.model.test_memory_footprint import model as model_of_sizes
 

@@ -1,8 +1,8 @@
 """Models of a given shape with random weights, exported by optimum-intel. They measure speed only.
 
-`python -m reproduction.models.shaped DIRECTORY [SHAPE]` writes one, by default with the shape of SmolLM2-135M. The
-graph of the GGUF reader cannot serve the ablation of `beam_idx`: without the Gather the CPU plugin (OpenVINO 2026.4.1)
-never fills its state.
+`python -m reproduction.models.random_models DIRECTORY [SHAPE]` writes one, by default with the shape of SmolLM2-135M.
+The graph of the GGUF reader cannot serve the ablation of `beam_idx`: without the Gather the CPU plugin (OpenVINO
+2026.4.1) never fills its state.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _shaped(shape: str, log: Log) -> Model:
         log(f"making a model of the shape {shape} with random weights (once)")
         ir.mkdir(parents=True, exist_ok=True)
         # A child process: its end frees the memory of torch.
-        command = [sys.executable, "-m", "reproduction.models.shaped", str(ir), shape]
+        command = [sys.executable, "-m", "reproduction.models.random_models", str(ir), shape]
         subprocess.run(command, check=True, capture_output=True)
         for path in smollm2(log).package.glob("openvino_*tokenizer.*"):
             (ir / path.name).write_bytes(path.read_bytes())

@@ -9,7 +9,7 @@ from typing import Any
 
 from swarm.errors import PeerBusy, SwarmError
 from swarm.transport.stream import Stream
-from swarm.wire.message import Message
+from swarm.wire.base_message import Message
 
 _log = logging.getLogger(__name__)
 _MAX_TASKS = 64

@@ -38,8 +38,8 @@ from swarm.transport.channel import Channel
 from swarm.transport.identity import Identity
 from swarm.transport.listener import Listener
 from swarm.transport.stream import Stream, listen
+from swarm.wire.base_message import Message
 from swarm.wire.failures import error_to_failure, failure_to_error
-from swarm.wire.message import Message
 from swarm.wire.messages import (
     PROTOCOL_VERSION,
     Attach,

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from swarm.discovery.directory import MODELS_TOPIC, MemoryDirectory, Notice
+from swarm.discovery.peer_directory import PeerDirectory, find_model, find_peers, served_models
 from swarm.discovery.records import LEAVING, model_records
-from swarm.discovery.remote_directory import PeerDirectory, find_model, find_peers, served_models
 from swarm.errors import (
     ConfigError,
     DirectoryError,

@@ -1,4 +1,6 @@
-"""Delays a peer's links: `python -m reproduction.harness.far METHOD SECONDS BYTES_PER_S COMMAND...` runs COMMAND so.
+"""Delays a peer's links.
+
+`python -m reproduction.harness.network_delay METHOD SECONDS BYTES_PER_S COMMAND...` runs COMMAND with delayed links.
 
 Each message of a step arrives SECONDS later: from the client to the first hop, from hop to hop, and back from the last.
 
@@ -28,12 +30,12 @@ _CHUNK = 1 << 16
 
 def delay_prefix(method: str, seconds: float, bytes_per_s: float = 0.0) -> list[str]:
     """The words before a peer's command."""
-    return [sys.executable, "-P", "-m", "reproduction.harness.far", method, str(seconds), str(bytes_per_s)]
+    return [sys.executable, "-P", "-m", "reproduction.harness.network_delay", method, str(seconds), str(bytes_per_s)]
 
 
 def delay_by_sleep(seconds: float, _: float) -> None:
     """Patch the worker of this process: each result comes later, and the session's next step waits for it."""
-    from peer.batching.job import StepJob, StepOutcome
+    from peer.batching.step_job import StepJob, StepOutcome
     from peer.batching.worker import Worker
 
     outcome = Worker.outcome

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from export.checkpoint.checkpoint import Checkpoint
-from export.checkpoint.one_layer import Decoder
+from export.checkpoint.decoder import Decoder
 from export.checkpoint.torch_stack import load_transformers
 from export.graph.compress import Format
 from export.package.from_checkpoint import CheckpointExport

@@ -17,8 +17,8 @@ import numpy as np
 import openvino as ov
 from openvino.op.util import VariableInfo
 
+from export.checkpoint.decoder import TINY_VOCABULARY, Decoder, first_rows
 from export.checkpoint.families import Family, format_versions
-from export.checkpoint.one_layer import TINY_VOCABULARY, Decoder, first_rows
 from export.checkpoint.torch_stack import versions
 from export.checkpoint.trace import Template, origin_names, put_weights, trace
 from export.graph.cut import cut_embed, cut_head, cut_layer, name_new_ops

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.engine.cache import discard_if_damaged, entry_path, evict, locked, seal
+from swarm.engine.compile_cache import discard_if_damaged, entry_path, evict, locked, seal
 
 
 @pytest.fixture

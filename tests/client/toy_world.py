@@ -18,7 +18,7 @@ from client.pipeline.pipeline import Pipeline
 from client.pipeline.planner import Planner
 from swarm.sampling import Sampling
 from swarm.transport.hello import client_hello
-from tests.client.scripted import CONTEXT, ToySwarm, toy_manifest
+from tests.client.scripted_peer import CONTEXT, ToySwarm, toy_manifest
 
 T = TypeVar("T")
 
