@@ -315,7 +315,7 @@ def picture_models(models: Sequence[ModelView]) -> RenderableType:
         table.add_row(Text(name, "bold"), *map(Text, facts), *row)
         notes.add_row(Text(name), Text(f"licence {_short(model.licence, 30)}, from {model.source}", "dim"))
         if view.missing:
-            notes.add_row("", Text(f"nobody serves layers {', '.join(map(str, view.missing))}", _GAP_STYLE))
+            notes.add_row("", Text(f"no peer serves layers {', '.join(map(str, view.missing))}", _GAP_STYLE))
     legend = Text("a layer, a token: memory of one layer, and of one token in its KV cache, in accuracy mode", "dim")
     return Group(table, legend, Text(), notes)
 

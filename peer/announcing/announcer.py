@@ -69,7 +69,7 @@ class Announcer:
     """Publishes the records of a peer and of its model, with times, state and links filled in.
 
     `current` returns the peer's record as of now; its `announced_at`, `expires_at` and `links` are ignored. `model`
-    returns the model's record. `hello` returns the greeting for the other peers.
+    returns the model's record. `hello` returns the Hello for the other peers.
     """
 
     def __init__(

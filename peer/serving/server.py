@@ -49,7 +49,7 @@ _TaskHandler = Callable[[Connection, Message], Coroutine[Any, Any, Message | Non
 class PeerServer:
     """Listens from `start` to `close`, which `async with` calls; computes from `start_service` on.
 
-    Without a service it is a bootstrap. `hello` makes this peer's greetings; `port` is the port that `start` got.
+    Without a service it is a bootstrap. `hello` makes this peer's Hello; `port` is the port that `start` got.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class PeerServer:
     # -- one connection
 
     async def _serve(self, stream: Stream) -> None:
-        """From the greeting to the end. An error ends this connection only."""
+        """From the Hello to the end. An error ends this connection only."""
         connection = Connection(stream)
         self._connections[connection] = None
         try:

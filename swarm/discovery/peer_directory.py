@@ -215,7 +215,7 @@ async def find_model(
         matches = [model for model in by_digest if model.digest.startswith(wanted)]
     if not matches:
         served = ", ".join(f"{model.name} ({model.digest[:12]})" for model in by_digest) or "nothing"
-        raise UnknownModel(f"nobody serves {name_or_digest!r}; this swarm serves {served}")
+        raise UnknownModel(f"no peer serves {name_or_digest!r}; this swarm serves {served}")
     if len(matches) > 1:
         authors = Counter(record.digest for record in records)
         most_announced = sorted(matches, key=lambda model: -authors[model.digest])[:_MAX_LOOK_UPS]

@@ -244,7 +244,7 @@ class _Explainer:
         if path is None:
             missing = ", ".join(map(str, _missing_layers(others, self.costs.request.layers)))
             return Alternative(
-                kind="without", peer_id=excluded.peer_id, route=None, reason=f"no route: nobody else serves {missing}"
+                kind="without", peer_id=excluded.peer_id, route=None, reason=f"no route: no other peer serves {missing}"
             )
         other = self.costs.route(path.hops)
         return Alternative(kind="without", peer_id=excluded.peer_id, route=other, reason=self._reason(other))
@@ -330,8 +330,8 @@ def _describe_gap(gap: LayerRange, candidate: _Candidate, left_out: Sequence[Lef
         text = f"layers {gap} are served, but no spans meet at {gap.first} and at {gap.last}"
         return f"{text}; not usable: {', '.join(reasons)}" if reasons else text
     if not reasons:
-        return f"nobody serves layers {gap}"
+        return f"no peer serves layers {gap}"
     announced = [out.record.span for out in left_out if out.code not in ("older", "layers")]
     unannounced = [part for empty in gaps(announced, layers) if (part := empty.overlap(gap))]
-    rest = f"; nobody at all serves {', '.join(map(str, unannounced))}" if unannounced else ""
+    rest = f"; no peer at all serves {', '.join(map(str, unannounced))}" if unannounced else ""
     return f"layers {gap} are served only by peers that cannot be used: {', '.join(reasons)}{rest}"

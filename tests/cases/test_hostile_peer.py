@@ -34,7 +34,7 @@ TOKENS = 24
 HIDDEN = 576
 MAX_GROWTH = 32 << 20
 MAX_AT_ONCE = 256 << 20
-"""A peer takes 512 connections, including those before the greeting; TLS takes 0.3 MB for each."""
+"""A peer takes 512 connections, including those before the Hello; TLS takes 0.3 MB for each."""
 HALF_OPEN = 1000
 
 
@@ -106,10 +106,10 @@ async def client_generates(swarm: LocalSwarm, expected: Sequence[int]) -> AsyncI
 
 
 async def send_invalid_messages(target: Target) -> None:
-    """Send each invalid message, before and after the greeting."""
+    """Send each invalid message, before and after the Hello."""
     for name, nonsense in MALFORMED.items():
         for send_hello in (False, True):
-            if name == "a second greeting" and not send_hello:
+            if name == "a second Hello" and not send_hello:
                 continue
             async with target.raw_connection(send_hello=send_hello) as raw:
                 await raw.send(nonsense())

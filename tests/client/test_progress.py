@@ -79,11 +79,11 @@ def test_off_a_terminal_waiting_is_printed_at_once_and_no_line_twice() -> None:
     for now in range(2, 12):
         screen.now = float(now)
         screen.on_event(Stage.ROUTING, "choosing a route")
-        screen.on_event(Stage.WAITING, "waiting for a peer: nobody serves layers 3:7")
+        screen.on_event(Stage.WAITING, "waiting for a peer: no peer serves layers 3:7")
     screen.on_event(Stage.WAITING, "waiting for a peer: all are busy")
     assert screen.shown.getvalue().splitlines() == [
         "choosing a route",
-        "waiting for a peer: nobody serves layers 3:7",
+        "waiting for a peer: no peer serves layers 3:7",
         "waiting for a peer: all are busy",
     ]
 

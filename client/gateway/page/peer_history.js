@@ -31,8 +31,8 @@ export class PeerHistory {
     }
     const missing = model.missing.join(", ");
     if (!first && missing !== this.missing) {
-      changes.push(missing ? `${model.id}: nobody serves the layers ${missing}` : `${model.id}: all layers are served again`);
-    } else if (first && missing) changes.push(`${model.id}: nobody serves the layers ${missing}`);
+      changes.push(missing ? `${model.id}: no peer serves the layers ${missing}` : `${model.id}: all layers are served again`);
+    } else if (first && missing) changes.push(`${model.id}: no peer serves the layers ${missing}`);
     this.missing = missing;
     return changes;
   }

@@ -107,7 +107,7 @@ class ModelView {
       cell.title = `layer ${layer}: ${copies ? count(copies, "copy", "copies") : "no peer"}`;
     });
     this.#coverage.setAttribute("role", "img");
-    this.#coverage.setAttribute("aria-label", missing.length ? `Nobody serves the layers ${missing.join(", ")}` : "Every layer is served");
+    this.#coverage.setAttribute("aria-label", missing.length ? `No peer serves the layers ${missing.join(", ")}` : "Every layer is served");
     const boundaries = [...new Set([0, layers, ...this.#history.sorted.flatMap(({ peer }) => span(peer.span))])].sort((a, b) => a - b);
     const labelled = boundaries.filter((boundary, index) =>
       boundary === 0 || boundary === layers || (boundary - boundaries[index - 1] >= layers / 16 && layers - boundary >= layers / 16));

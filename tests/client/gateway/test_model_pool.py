@@ -24,7 +24,7 @@ def with_pool(test: Callable[[World, ModelPool, list[str]], Awaitable[None]], *,
         async def connect(model: str) -> object:
             requested.append(model)
             if model == "broken":
-                raise NotCovered("nobody serves it")
+                raise NotCovered("no peer serves it")
             return world.client()
 
         async with ModelPool(world.swarm.directory, connect, probe_s=1.0, max_models=max_models) as pool:  # type: ignore[arg-type]
@@ -129,12 +129,12 @@ def test_a_model_that_cannot_be_connected_is_logged_once(caplog: pytest.LogCaptu
         await world.add_three_peers()
 
         async def connect(model: str) -> object:
-            raise NotCovered("nobody serves it")
+            raise NotCovered("no peer serves it")
 
         async with ModelPool(world.swarm.directory, connect, probe_s=1.0) as pool:  # type: ignore[arg-type]
             await pool.discover()
             await pool.discover()
-            assert caplog.text.count("is left out for now: nobody serves it") == 1
+            assert caplog.text.count("is left out for now: no peer serves it") == 1
 
     run(main)
 

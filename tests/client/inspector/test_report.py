@@ -99,7 +99,7 @@ def test_missing_layers_are_reported_without_an_error() -> None:
     seen = inspect_toy(BROKEN)
     assert not seen.covered
     assert seen.missing == (LayerRange(11, 22),)
-    assert "nobody serves layers 11:22" in seen.problem
+    assert "no peer serves layers 11:22" in seen.problem
     assert seen.coverage[11:22] == (0,) * 11
 
 
@@ -163,13 +163,13 @@ def test_hops_spares_and_gaps_are_distinct_without_colour() -> None:
     broken = draw(inspect_toy(BROKEN), 80)
     assert "×" * 11 in broken
     assert "NOT COVERED" in broken
-    assert "nobody serves layers 11:22" in broken.replace("\n", " ")
+    assert "no peer serves layers 11:22" in broken.replace("\n", " ")
 
 
 def test_the_route_shows_the_cost_of_each_hop_and_why_others_lost() -> None:
     text = draw(inspect_toy(COVERED), 120)
     assert "a step takes" in text
-    assert "no route: nobody else serves 0:11" in text
+    assert "no route: no other peer serves 0:11" in text
     assert "with dora" in text
     assert "ms more compute" in text
     assert "is leaving" in text
@@ -206,7 +206,7 @@ def test_models_are_listed_with_their_size_and_missing_layers() -> None:
     out = io.StringIO()
     views = [ModelView(model=model, peers=2, missing=(LayerRange(11, 22),))]
     Console(file=out, width=80).print(picture_models(views))
-    for expected in ("smollm2", "dddddddddddd", "19/30", "6.4 MB", "a test", "nobody serves layers 11:22"):
+    for expected in ("smollm2", "dddddddddddd", "19/30", "6.4 MB", "a test", "no peer serves layers 11:22"):
         assert expected in out.getvalue()
     long = ModelView(model=dataclasses.replace(model, name="a-model-of-a-very-long-name"), peers=2, missing=())
     narrow = io.StringIO()
@@ -406,7 +406,7 @@ def test_models_lists_what_is_served() -> None:
             first, _ = await toy_swarm(stack, "0:1", "2:3")
             done = await swarm("models", "--initial-peer", str(first.pinned))
             assert done.returncode == 0, done.stderr
-            assert "nobody serves layers 1:2" in done.stdout
+            assert "no peer serves layers 1:2" in done.stdout
             plain = json.loads((await swarm("models", "--initial-peer", str(first.pinned), "--json")).stdout)
             (model,) = plain["models"]
             assert (model["name"], model["layers_covered"], model["missing"], model["peers"]) == ("toy", 2, ["1:2"], 2)
@@ -421,6 +421,6 @@ def test_models_of_an_empty_swarm_is_no_error() -> None:
             assert (done.returncode, json.loads(done.stdout)) == (0, {"schema": 1, "models": []})
             unknown = await swarm("routes", "nix", "--initial-peer", str(alone.pinned))
             assert unknown.returncode == 3
-            assert "nobody serves 'nix'" in unknown.stderr
+            assert "no peer serves 'nix'" in unknown.stderr
 
     run(test())

@@ -272,7 +272,7 @@ def test_an_unusual_refusal_by_one_peer_does_not_stop_the_other_measurements() -
         raise DirectoryError("this peer has just started and knows no other")
 
     async def handle(_: Stream) -> None:
-        """Never called: the greeting fails."""
+        """Never called: the Hello fails."""
 
     async def test() -> None:
         directory, odd = MemoryDirectory(), Identity.generate()

@@ -119,7 +119,7 @@ MALFORMED: dict[str, Callable[[], bytes]] = {
     "deep nesting": lambda: frame(b"\x91" * 4000),
     "an unknown kind": lambda: frame(msgpack.packb({"kind": "format-disk"})),
     "a peer's message": lambda: frame(msgpack.packb({"kind": "pong", "request": 1, "time": 1.0})),
-    "a second greeting": lambda: frame_of(client_hello()),
+    "a second Hello": lambda: frame_of(client_hello()),
     "a wrong dtype": lambda: forged(dtype="f128"),
     "a dtype that does not fit": lambda: forged(dtype="f16"),
     "a huge shape": lambda: forged(hidden=[1 << 40, 1 << 40]),
@@ -147,14 +147,14 @@ async def peer_with_honest_client() -> AsyncIterator[tuple[Host, Caller]]:
         assert caller.lost == []
 
 
-@pytest.mark.parametrize("greeted", [False, True], ids=["before Hello", "after Hello"])
+@pytest.mark.parametrize("after_hello", [False, True], ids=["before Hello", "after Hello"])
 @pytest.mark.parametrize("malformed", MALFORMED)
-def test_malformed_bytes_end_only_their_connection(malformed: str, greeted: bool) -> None:
+def test_malformed_bytes_end_only_their_connection(malformed: str, after_hello: bool) -> None:
     async def main() -> None:
         async with peer_with_honest_client() as (host, _), raw_connection(host) as raw:
-            if greeted:
+            if after_hello:
                 await raw.greet()
-            elif malformed == "a second greeting":
+            elif malformed == "a second Hello":
                 return
             await raw.send(MALFORMED[malformed]())
             words = await raw.last_header()

@@ -106,7 +106,7 @@ def test_the_manifest_is_sent_for_its_digest_only(shared_files: SharedFiles) -> 
     asyncio.run(main())
 
 
-def test_look_ups_are_answered_with_sealed_notices() -> None:
+def test_look_ups_are_answered_with_signed_notices() -> None:
     async def main() -> None:
         directory = MemoryDirectory()
         notice = Notice.sign(

@@ -389,7 +389,7 @@ def test_missing_layers_are_named_with_the_peers_that_cannot_serve_them_now() ->
     text = str(caught.value)
     assert "layers 2:6 are served only by peers that cannot be used" in text
     assert "b (2:4) is leaving, c (2:4) was busy or failed: tried again in 8 s, d (2:4) has no KV cache free" in text
-    assert "nobody at all serves 4:6" in text
+    assert "no peer at all serves 4:6" in text
 
 
 def test_not_covered_is_full_only_where_peers_with_enough_kv_cache_are_full_now() -> None:
@@ -407,7 +407,7 @@ def test_not_covered_is_full_only_where_peers_with_enough_kv_cache_are_full_now(
 
 
 def test_an_empty_swarm_misses_all_layers() -> None:
-    with pytest.raises(NotCovered, match="nobody serves layers 0:6") as caught:
+    with pytest.raises(NotCovered, match="no peer serves layers 0:6") as caught:
         plan_of([])
     assert caught.value.missing == ((0, 6),)
 
@@ -444,7 +444,7 @@ def test_each_hop_and_each_other_peer_has_an_alternative_with_a_reason() -> None
     links = links_to(records) | {"id-c": LinkQuality(rtt_s=10 * MS, bytes_per_s=1e8)}
     plan = plan_of(records, links=links)
     reasons = {(a.kind, a.peer_id): a.reason for a in plan.alternatives}
-    assert reasons["without", "id-a"] == "no route: nobody else serves 0:1, 2:3"
+    assert reasons["without", "id-a"] == "no route: no other peer serves 0:1, 2:3"
     assert reasons["without", "id-b"] == "+11.0 ms: 8.0 ms more latency, 3.0 ms more compute"
     assert reasons["through", "id-c"] == reasons["without", "id-b"]
     assert reasons["through", "id-d"] == "no route: no other spans meet its boundaries 1, 2"

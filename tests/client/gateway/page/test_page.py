@@ -315,7 +315,7 @@ def test_a_killed_peer_is_shown_while_the_answer_goes_on(
 
         served.peer_set["anna"].kill()
         expect(watching.get_by_text("not covered")).to_be_visible()
-        expect(events).to_contain_text(f"nobody serves the layers {FRONT}")
+        expect(events).to_contain_text(f"no peer serves the layers {FRONT}")
 
 
 def test_the_browser_logged_no_errors_and_requested_no_other_site(visitor: Visitor) -> None:
