@@ -22,11 +22,13 @@ from swarm.errors import BadStep, ConfigError
 
 MAX_LOGPROBS = 64
 MAX_LOGIT_BIAS = 300
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 LOGITS_DTYPES = ("", "f16", "f32")
 # Sorting a whole vocabulary takes milliseconds, and top-p mostly needs only the most likely hundreds.
 _FIRST_CANDIDATES = 256
 _GROWTH = 8
 _ROUNDING = 1e-9
+_LARGEST = np.finfo(np.float32).max
 _NO_IDS = np.empty(0, np.int32)
 
 
@@ -63,7 +65,7 @@ class Sampling:
         _check("temperature", self.temperature, 0.0, 100.0)
         _check("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check("min_p", self.min_p, 0.0, 1.0)
-        _check("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _check("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         _check("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_bias(self.logit_bias)
@@ -187,7 +189,14 @@ def _draw(scores: NDArray[np.float32], sampling: Sampling, position: int) -> int
 
 
 def _adjust_scores(logits: NDArray[np.float32], sampling: Sampling, history: NDArray[np.int32]) -> NDArray[np.float32]:
-    """The scores [vocab] after penalties and bias; the array `logits` itself if there are none."""
+    """The scores [vocab] after penalties and bias; the array `logits` itself if there are none. All are finite."""
+    with np.errstate(over="ignore"):
+        scores = _penalised(logits, sampling, history)
+    return scores if scores is logits else np.clip(scores, -_LARGEST, _LARGEST)
+
+
+def _penalised(logits: NDArray[np.float32], sampling: Sampling, history: NDArray[np.int32]) -> NDArray[np.float32]:
+    """As `_adjust_scores`, but scores may overflow to infinity."""
     scores = logits
     if sampling.repetition_penalty != 1.0 and len(history):
         scores = _penalise(logits, history, sampling.repetition_penalty)

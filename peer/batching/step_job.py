@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,8 @@ from peer.batching.scheduler import PendingStep
 from swarm.engine.base import Step, StepResult
 from swarm.errors import BadStep, EngineError, PeerFailed, SwarmError
 from swarm.sampling import Choice, Sampling, choose
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,10 @@ class StepJob(PendingStep):
                 self.choices.append(choose(row, self.sampling, position=position, history=self.history[:position]))
         except BadStep as error:  # a token id outside the vocabulary
             return error
+        except Exception as error:
+            # The cause is this step's content: it ends its own session, and counts against neither peer nor others.
+            _log.exception("no token can be chosen for session %s", step.session)
+            return BadStep(f"no token can be chosen from what this step asks for: {type(error).__name__}: {error}")
         return None
 
 

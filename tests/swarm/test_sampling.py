@@ -26,6 +26,24 @@ samplings = st.builds(
 histories = hnp.arrays(np.int32, st.integers(0, 20), elements=st.integers(0, VOCAB - 1))
 
 
+_ANY_FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+_EXTREMES = st.sampled_from([3.4028235e38, -3.4028235e38, 1e-45, -1e-45, 0.0, -0.0])
+extreme_logits = hnp.arrays(np.float32, VOCAB, elements=_EXTREMES | _ANY_FINITE)
+extreme_samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 5e-324, 1e-300, 100.0]) | st.floats(0, 100),
+    top_k=st.sampled_from([0, 1, 1 << 31]) | st.integers(0, VOCAB + 1),
+    top_p=st.sampled_from([5e-324, 1.0]) | st.floats(0, 1, exclude_min=True),
+    min_p=st.sampled_from([0.0, 5e-324, 1.0]) | st.floats(0, 1),
+    repetition_penalty=st.sampled_from([0.01, 100.0]) | st.floats(0.01, 100),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    logit_bias=st.lists(st.tuples(st.integers(0, VOCAB - 1), st.floats(-100, 100)), max_size=4).map(tuple),
+    seed=st.integers(0, (1 << 63) - 1),
+    logprobs=st.none() | st.integers(0, VOCAB),
+)
+
+
 def plain_probabilities(logits: Any, sampling: Sampling) -> dict[int, float]:
     """A reference for `probabilities`: the definitions, token by token."""
     scaled = [float(x) / sampling.temperature for x in logits]
@@ -261,6 +279,8 @@ def test_a_choice_has_only_the_requested_values() -> None:
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-38),
+        ("repetition_penalty", 101.0),
         ("presence_penalty", 2.5),
         ("frequency_penalty", float("nan")),
         ("answer_start", -1),
@@ -273,3 +293,14 @@ def test_a_choice_has_only_the_requested_values() -> None:
 def test_an_invalid_value_is_named(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {value!r}; it must be"):
         Sampling(**{name: value})
+
+
+@given(extreme_logits, extreme_samplings, histories, st.integers(0, (1 << 31) - 1))
+@settings(max_examples=500)
+def test_any_finite_logits_and_admitted_parameters_give_a_token_and_no_nan(
+    logits: Any, sampling: Sampling, history: Any, position: int
+) -> None:
+    choice = choose(logits, sampling, position=position, history=history)
+    assert 0 <= choice.token < VOCAB
+    numbers = [number for _, number in choice.top]
+    assert not any(math.isnan(number) for number in [choice.logprob or 0.0, *numbers])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from swarm.sampling import MAX_LOGIT_BIAS
+from swarm.sampling import MAX_LOGIT_BIAS, MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 
 _MAX_TEXT = 4 << 20
 _MAX_TOKENS = 1 << 20
@@ -71,8 +71,8 @@ COMMON: dict[str, Any] = {
     "frequency_penalty": _number(-2, 2, "Subtracted from a token's logit for each time that the answer contains it."),
     "repetition_penalty": {
         "type": ["number", "null"],
-        "exclusiveMinimum": 0,
-        "maximum": 100,
+        "minimum": MIN_REPETITION_PENALTY,
+        "maximum": MAX_REPETITION_PENALTY,
         "description": "Over 1: tokens of the prompt and the answer become less likely.",
     },
     "logit_bias": {

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from peer.batching.scheduler import BatchScheduler, SerialScheduler
 from peer.batching.step_job import StepOutcome
@@ -19,7 +20,7 @@ from swarm.engine.paged.block_tables import BlockTables
 from swarm.engine.paged.blocks import BlockPool
 from swarm.errors import BadStep, EngineError, LocalProtocolError, PeerBusy, PeerFailed, SwarmError, UnknownSession
 from swarm.model.spans import LayerRange
-from swarm.sampling import Sampling
+from swarm.sampling import Choice, Sampling, choose
 from tests.peer.toy_engine import LAYERS, ToyEngine
 from tests.peer.toy_swarm import until
 
@@ -106,6 +107,34 @@ def test_the_penalty_sees_the_ids_before_the_chosen_position() -> None:
             both = step("c", 0, (1, plain), rows=2)
             first, _ = (await run(worker, engine, both, strict, np.array([1, plain], np.int32))).choices
             assert first.token == plain  # the second id is not in the history of the first choice
+
+    asyncio.run(main())
+
+
+def test_a_choice_that_fails_ends_its_own_step_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug in the choice of one session's token is neither the device's failure nor the other sessions'."""
+
+    def failing(logits: NDArray[np.float32], sampling: Sampling, **options: Any) -> Choice:
+        if sampling.seed == 13:
+            raise FloatingPointError("overflow")
+        return choose(logits, sampling, **options)
+
+    monkeypatch.setattr("peer.batching.step_job.choose", failing)
+
+    async def main() -> None:
+        gate = threading.Event()
+        engine = ToyEngine(WHOLE, gate=gate)
+        failures: list[SwarmError] = []
+        async with running(batch=2, on_failed=failures.append) as worker:
+            await opened(worker, engine, "a", "b")
+            bad = asyncio.create_task(run(worker, engine, step("a"), Sampling(seed=13), NO_IDS))
+            good = asyncio.create_task(run(worker, engine, step("b"), Sampling(), NO_IDS))
+            await until(lambda: engine.calls != [])
+            gate.set()
+            with pytest.raises(BadStep, match="FloatingPointError: overflow"):
+                await bad
+            assert (await good).choices
+            assert not failures
 
     asyncio.run(main())
 
