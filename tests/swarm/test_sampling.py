@@ -46,7 +46,8 @@ extreme_samplings = st.builds(
 
 def plain_probabilities(logits: Any, sampling: Sampling) -> dict[int, float]:
     """A reference for `probabilities`: the definitions, token by token."""
-    scaled = [float(x) / sampling.temperature for x in logits]
+    # relative to the largest, as scores are: scores that differ by less than its rounding are equal
+    scaled = [(float(x) - float(max(logits))) / sampling.temperature for x in logits]
     order = sorted(range(len(scaled)), key=lambda i: (-scaled[i], i))
     if sampling.top_k:
         order = order[: sampling.top_k]
