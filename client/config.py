@@ -154,10 +154,10 @@ class ClientConfig(_ChecksNames):
 
     Failures: a step is overdue after `step_floor_s` plus `step_factor` times its expected time. Then a hop that does
     not answer a ping within `ping_timeout_s` is at fault at once, and one that answers but computes nothing after
-    another `stall_s`. One that computes for other sessions only has `slow_s`, and no failure counts against it. A peer
-    at fault is left out for `ban_s`, doubled with each failure up to `ban_limit_s`, and less if no other peer serves
-    its layers and it answers a ping. `repair_timeout_s` and `max_repairs` bound the repairs of one step. If no peer
-    serves a layer, the client waits `wait_for_peers_s` and looks every `look_again_s`.
+    another `stall_s`. A hop whose device computes, but for other sessions, gets `slow_s`, and no failure counts against
+    it. A peer at fault is left out for `ban_s`, doubled with each failure up to `ban_limit_s`. If no other peer serves
+    its layers, an answer to a ping ends that earlier. `repair_timeout_s` and `max_repairs` bound the repairs of one
+    step. If no peer serves a layer, the client waits `wait_for_peers_s` and looks every `look_again_s`.
 
     Routes: records are looked up before each route; after `look_up_timeout_s` those of the last look-up are used. A
     measured link counts for `links_age_s`.

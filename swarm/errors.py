@@ -31,7 +31,8 @@
         ├── PeerFailed                     an error on the peer (device, disk, bug)
         └── WrongPeer                      another key than expected at this address
 
-`code` identifies the error on the wire (`wire.messages.Failure`). `exit_code` is the exit code of the command.
+`code` identifies the error on the wire (`wire.messages.Failure`). `exit_code` is the exit code of the command
+(`swarm/app/main.py` exits with it).
 An exception outside this tree is a bug of this program and is never attributed to a peer.
 """
 

@@ -1,7 +1,7 @@
 """What is wrong with an overdue step, from the Pongs of all hops: a pure part of `Circuit.answer`.
 
-A hop that answers pings is alive. It is *stalled* if it has a step of this session and its device computes nothing, for
-no session. It is only *slow* while its device computes for other sessions: then it has more time, and no failure counts
+A hop that answers pings is alive. A hop that has a step of this session is *stalled* if its device computes nothing at
+all. It is *slow* if its device computes, but only for other sessions: then it has more time, and no failure counts
 against it.
 """
 

@@ -16,16 +16,16 @@ batches of eight, one in each stage::
     stage 1   [ 1-8 ] [ 9-16 ] [ 1-8 ] [ 9-16 ]
     stage 2           [ 1-8  ] [ 9-16] [ 1-8  ]
 
-A session whose steps come back sooner than the other stages can have computed them (several windows of drafts are
-under way) is at this stage all the time and counts as 1.
+A session counts as 1 if its steps come back sooner than the other stages can have computed them: it has several windows
+of drafts under way, and one of them is always at this stage.
 
 A batch that breaks up, because a round begins just before its last step arrives, stays broken up, and an inference for
 three sessions costs nearly as much as one for eight. If fewer short steps than the fair share wait, no long one, and
 another session's step may arrive any moment, the worker therefore lingers for a tenth of the last round's time.
 
 Sessions take blocks of KV cache as their steps need them. When no block is free, one session at a time is evicted:
-first paused sessions, the longest paused first (a session whose every token takes that long is not paused); then
-sessions younger than the step's, the youngest first. Otherwise the step waits. The oldest session therefore always
+first idle sessions, the longest idle first (a session whose tokens always take that long is not idle); then sessions
+younger than the step's, the youngest first. Otherwise the step waits. The oldest session therefore always
 advances. An evicted session's next step fails, and its client sends the known tokens again.
 """
 
@@ -50,7 +50,7 @@ quarter more time for four than for one, and twice as much for five."""
 MAX_SLOWDOWN = 1.3
 """How many times as long a round of short steps may take because of the long steps in it."""
 MAX_STEPS = 64
-PAUSED_AFTER_S = 3.0
+IDLE_AFTER_S = 3.0
 MAX_BLOCK_WAIT_S = 10.0
 LINGER_SHARE = 0.1
 """How long the worker lingers for more steps, as a part of the last round's time. In simulated time (test_stages.py)
@@ -383,16 +383,16 @@ class BatchScheduler(Generic[S]):
         """The session to evict for `step`; None if none may be."""
         waiting = {pending.session for pending in self._pending}
         others = [(name, one) for name, one in self._sequences.items() if name != step.session and name not in running]
-        paused = [
+        idle = [
             (sequence.used_at, session)
             for session, sequence in others
-            if session not in waiting and now - sequence.used_at > PAUSED_AFTER_S and not sequence.is_writing(now)
+            if session not in waiting and now - sequence.used_at > IDLE_AFTER_S and not sequence.is_writing(now)
         ]
-        if candidates := [one for one in paused if self._kv.exclusive_blocks(one[1])]:
+        if candidates := [one for one in idle if self._kv.exclusive_blocks(one[1])]:
             return min(candidates)[1]
         younger = [(sequence.opened_at, session) for session, sequence in others if sequence.opened_at > step.opened_at]
         if candidates := [one for one in younger if self._kv.exclusive_blocks(one[1])]:
             return max(candidates)[1]
         # evicting one holder of a shared prefix frees nothing; evicting all of them does
-        sharing = self._kv.sharing({session for _, session in (*paused, *younger)})
+        sharing = self._kv.sharing({session for _, session in (*idle, *younger)})
         return max(sharing, key=lambda session: self._sequences[session].opened_at, default=None)

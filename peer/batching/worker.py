@@ -8,7 +8,7 @@
     call(function)                               calls: sessions are opened and closed in the engine
                                                  scheduler.next_round: which steps, and how much of each
                                                  engine.forward
-                                                 sampling.choose for each row of logits
+                                                 StepJob.add_result: sampling.choose for each row of logits
     outcome(job) ◄── one call_soon_threadsafe ── results of the steps that are complete
 
 Calls run between two rounds, before the waiting steps: opening a session does not wait for the prompts of others.

@@ -66,7 +66,7 @@ class ServedSpan:
     """A loaded span, ready to serve. `engine_kind` is the engine's name, `attends_to` as in `records.PeerRecord`.
 
     `block_tables` holds the caches of paged engines; None: each session has a cache of its own.
-    `shared_prefixes`: new sessions may adopt cached prefixes from there.
+    `shared_prefixes`: new sessions may share cached prefixes there.
     `entries` and `builder` let routes enter inside the span, see `segments`.
     """
 
@@ -229,7 +229,7 @@ class SpanService:
         return SessionOpened(request=message.request, kv_free=self._table.kv_free, held=cached)
 
     def _open_in_engine(self, engine: Engine, engine_key: str, session: Session, prefix: bytes) -> int:
-        """In the worker's thread: open the session and adopt its cached prefix. Returns how many tokens that has."""
+        """In the worker's thread: open the session, sharing what is cached of its prefix. Returns how many tokens."""
         engine.open(engine_key, session.max_tokens)
         opener, opened_at = session.opener, session.opened_at
         self._scheduler.add_session(engine_key, client=opener, engine=engine, opened_at=opened_at, now=self._clock())

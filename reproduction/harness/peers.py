@@ -24,7 +24,7 @@ def pinned_swarm(
 ) -> Iterator[LocalSwarm]:
     """A peer for each span, one thread each; peer i runs on core i (cores are shared if there are fewer).
 
-    `delay_prefix` comes from `far.delay_prefix(...)` and delays their links.
+    `delay_prefix` comes from `network_delay.delay_prefix(...)` and delays their links.
     """
     with (
         tempfile.TemporaryDirectory(prefix="reproduction-") as folder,

@@ -11,6 +11,8 @@ tokens are the same from position 0 on. A full block has a *name*: the hash of i
 name. Equal names therefore mean equal prefixes. A named block without references stays cached until a block is
 needed; the block that was released first is reused first. A session that writes into a shared block copies it
 first. Writing into a named block removes the name.
+
+A session that is opened with a prefix (`peer/sessions/service.py`) shares its blocks by `BlockTables.reuse_prefix`.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from peer.batching.cost_model import CostModel
 from peer.batching.scheduler import (
+    IDLE_AFTER_S,
     LINGER_SHARE,
     MAX_BLOCK_WAIT_S,
     MAX_LONG_TOKENS,
     MAX_SHORT_TOKENS,
     MAX_STEPS,
-    PAUSED_AFTER_S,
     BatchScheduler,
     PendingStep,
     Portion,
@@ -300,7 +300,7 @@ def test_a_round_is_of_one_engine_and_each_has_its_turn() -> None:
     assert sorted(order) == [["a"], ["b"]]
 
 
-def test_paused_sessions_are_evicted_first_then_the_youngest_and_never_older_ones() -> None:
+def test_idle_sessions_are_evicted_first_then_the_youngest_and_never_older_ones() -> None:
     tables = block_tables(6, "old", "mid", "new", "idle")
     scheduler = calibrated_scheduler(tables)
     for name, age in (("old", 1.0), ("idle", 0.5), ("mid", 2.0), ("new", 3.0)):
@@ -309,7 +309,7 @@ def test_paused_sessions_are_evicted_first_then_the_youngest_and_never_older_one
     assert compute(tables, portions) == []
     scheduler.finish_round(portions, 0.01, 0.0)
     assert tables.pool.used == 4
-    late = PAUSED_AFTER_S + 1.0
+    late = IDLE_AFTER_S + 1.0
     for name, age in (("old", 1.0), ("mid", 2.0), ("new", 3.0)):
         scheduler.add(step(name, SIZE, start=SIZE, age=age, at=late))
     portions = scheduler.next_round(late)
@@ -362,10 +362,10 @@ def test_blocks_that_only_younger_sessions_share_are_evicted_for_an_older_one() 
     assert tables.sharing(["one", "unknown"]) == []
 
 
-def test_a_session_whose_every_token_takes_seconds_is_not_paused() -> None:
+def test_a_session_whose_every_token_takes_seconds_is_not_idle() -> None:
     tables = block_tables(2, "slow", "young")
     scheduler = calibrated_scheduler(tables)
-    gap = PAUSED_AFTER_S + 1.0
+    gap = IDLE_AFTER_S + 1.0
     for start in range(2):
         scheduler.add(step("slow", start=start, at=start * gap, age=1.0))
         portions = scheduler.next_round(start * gap)
