@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from client.config import ClientConfig, GenerationConfig
-from client.gateway.metrics import Gauges
-from peer.announcing.metrics import PeerGauges
+from client.gateway.metrics import GatewayMetrics
+from peer.announcing.metrics import PeerMetrics
 from peer.sessions.service import Load
 from swarm.discovery.records import PeerLoad, PeerRecord
 from swarm.errors import SwarmError
@@ -81,7 +81,7 @@ def test_the_page_on_metrics_has_every_metric() -> None:
     page = (REFERENCE / "metrics.md").read_text()
     listed = set(re.findall(r"^\| `(swarm_\w+)` \| (?:counter|gauge|histogram) \|", page, re.MULTILINE))
     idle = Load(kv_free=0, kv_total=0, sessions=0, queue=0, state="serving", layer_time_s=None, prefill_time_s=None)
-    scraped = (PeerGauges(lambda: idle, lambda: 0).page() + Gauges().page()).decode()
+    scraped = (PeerMetrics(lambda: idle, lambda: 0).page() + GatewayMetrics().page()).decode()
     served = {name for name in re.findall(r"^# HELP (swarm_\w+) ", scraped, re.MULTILINE) if "_created" not in name}
     state = {f"swarm_gateway_{name}" for name in ("running", "waiting", "ready")}  # only of a gateway with models
     assert listed == served | state

@@ -27,7 +27,7 @@ from client.gateway.config import GatewayConfig
 from client.gateway.http.asgi import LARGE_BODY, BodyReader
 from client.gateway.http.guard import Guard
 from client.gateway.http.sse import CallerDisconnected, EventStream, cancel_on_disconnect
-from client.gateway.metrics import Gauges, current_state
+from client.gateway.metrics import GatewayMetrics, current_state
 from client.gateway.model_pool import ModelPool, ServedModel
 from client.gateway.swarm_view import SwarmView
 from swarm.errors import RequestError, SwarmError
@@ -56,12 +56,12 @@ class Gateway:
         self._stopping = stopping
         self._pool = pool
         self._config = config
-        self._gauges = gauges = Gauges()
-        self._completions = CompletionService(pool, config, gauges)
+        self._metrics = metrics = GatewayMetrics()
+        self._completions = CompletionService(pool, config, metrics)
         self._bodies = BodyReader(limit=config.max_body, timeout=config.body_s, max_large=config.max_large_bodies)
         self._swarm_view = SwarmView(pool)
         admission = self._completions.admission
-        gauges.register(lambda: current_state(pool, running=admission.running, waiting=admission.waiting))
+        metrics.register(lambda: current_state(pool, running=admission.running, waiting=admission.waiting))
         self._known_paths: frozenset[str] = frozenset()
         self._grace_task: asyncio.Task[None] | None = None
 
@@ -191,18 +191,18 @@ class Gateway:
         return JSONResponse({"live": True})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._gauges.page(), media_type=_METRICS_TYPE)
+        return Response(self._metrics.page(), media_type=_METRICS_TYPE)
 
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(openapi_document(needs_key=self._config.keys is not None))
 
     async def _swarm_error(self, request: Request, raised: SwarmError) -> Response:
         error = api_error_of(raised)
-        self._gauges.failures.labels(error.code).inc()
+        self._metrics.failures.labels(error.code).inc()
         return _error_response(error)
 
     async def _internal_error(self, request: Request, raised: Exception) -> Response:
-        self._gauges.failures.labels(INTERNAL_ERROR.code).inc()
+        self._metrics.failures.labels(INTERNAL_ERROR.code).inc()
         return _error_response(INTERNAL_ERROR)
 
     def _count_request(self, path: str, status: int) -> None:
@@ -212,7 +212,7 @@ class Gateway:
             endpoint = f"{_MODEL_PREFIX}NAME"
         else:
             endpoint = "page" if status < 400 else "other"
-        self._gauges.requests.labels(endpoint, str(status)).inc()
+        self._metrics.requests.labels(endpoint, str(status)).inc()
 
 
 def _model_to_plain(served: ServedModel) -> dict[str, object]:

@@ -35,7 +35,7 @@ from client.gateway.api.responses import (
 from client.gateway.config import GatewayConfig
 from client.gateway.http.asgi import respond
 from client.gateway.http.sse import CallerDisconnected, EventStream, cancel_on_disconnect
-from client.gateway.metrics import Gauges
+from client.gateway.metrics import GatewayMetrics
 from client.gateway.model_pool import ModelPool, ServedModel
 from client.generation.generate import Piece
 from swarm.errors import ConfigError, ContextExceeded, RequestError, SwarmError, first_error
@@ -57,12 +57,12 @@ class ChoiceSpec:
 class CompletionService:
     """Prepares requests and holds what running requests share. `running` are their tasks."""
 
-    def __init__(self, pool: ModelPool, config: GatewayConfig, gauges: Gauges) -> None:
+    def __init__(self, pool: ModelPool, config: GatewayConfig, metrics: GatewayMetrics) -> None:
         self.admission = Admission(limit=config.max_concurrent, max_waiting=config.max_waiting)
         self.running: set[asyncio.Task[Any]] = set()
         self.pool = pool
         self.config = config
-        self.gauges = gauges
+        self.metrics = metrics
 
     def cancel_all(self) -> None:
         """Cancel running requests; their callers get a 503."""
@@ -146,7 +146,7 @@ class CompletionJob:
         self._usage = usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gauges = self._service.gauges
+        metrics = self._service.metrics
         stream = EventStream(send)
         try:
             work = self._respond_stream(stream) if self._request.stream else self._respond_whole(send)
@@ -154,7 +154,7 @@ class CompletionJob:
         except Exception as raised:
             error = first_error(raised) if isinstance(raised, ExceptionGroup) else raised
             if isinstance(error, CallerDisconnected):
-                gauges.vanished.labels(self._served.name).inc()
+                metrics.vanished.labels(self._served.name).inc()
             elif isinstance(error, SwarmError):
                 await self._send_error(api_error_of(error), stream, send)
             else:
@@ -162,7 +162,7 @@ class CompletionJob:
                 await self._send_error(INTERNAL_ERROR, stream, send)
 
     async def _send_error(self, error: ApiError, stream: EventStream, send: Send) -> None:
-        self._service.gauges.failures.labels(error.code).inc()
+        self._service.metrics.failures.labels(error.code).inc()
         if stream.started:
             await stream.write(b"data: " + json.dumps(error.to_plain()).encode() + b"\n\n")
             await stream.end()
@@ -212,7 +212,7 @@ class CompletionJob:
     async def _generate(self, choice: ChoiceSpec) -> AsyncGenerator[Piece, None]:
         """Yields the pieces of one choice and records them in usage and metrics."""
         served = self._served
-        timer = self._service.gauges.time_answer(served.name)
+        timer = self._service.metrics.time_answer(served.name)
         async with contextlib.aclosing(served.client.generate(choice.ids, choice.config)) as pieces:
             async for piece in pieces:
                 served.record_token()
@@ -228,7 +228,7 @@ class CompletionJob:
         queued_at = time.monotonic()
         async with service.admission.slots(len(self._choices)):
             began_at = time.monotonic()
-            service.gauges.queue_seconds.observe(began_at - queued_at)
+            service.metrics.queue_seconds.observe(began_at - queued_at)
             yield
         service.admission.record_duration(time.monotonic() - began_at)
 

@@ -19,7 +19,7 @@ _MAX_PEER_LABELS = 64
 _OTHER_PEERS = "others"
 
 
-class Gauges:
+class GatewayMetrics:
     """All metrics of one gateway. `page` renders them for a scrape."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -77,7 +77,7 @@ class Gauges:
 class AnswerTimer:
     """Records the token times of one answer."""
 
-    def __init__(self, gauges: Gauges, model: str, clock: Callable[[], float]) -> None:
+    def __init__(self, gauges: GatewayMetrics, model: str, clock: Callable[[], float]) -> None:
         self._gauges = gauges
         self._model = model
         self._clock = clock

@@ -77,8 +77,8 @@ class Answer:
 
 @dataclass(kw_only=True)
 class _PendingStep:
-    """A step under way. `outputs` counts the Outputs that came for it; the next one is due from the hop at that index
-    of `_output_hops`. `abandoned`: its answer is not wanted. `void`: a later step rewound it."""
+    """A step under way. `outputs` counts the Outputs that came for it: `_output_hops[outputs]` sends the next one.
+    `abandoned`: its answer is not wanted. `void`: a later step rewound it."""
 
     forward: Forward
     sent_at: float

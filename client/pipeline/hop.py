@@ -1,4 +1,7 @@
-"""One peer of a circuit: the session on it, and the messages that the peer sends about that session."""
+"""One peer of a circuit: the session on it, and the messages that the peer sends about that session.
+
+A hop only reports. `circuit.py` decides that it failed, `diagnosis.py` that it is stalled.
+"""
 
 from __future__ import annotations
 

@@ -186,8 +186,8 @@ class Pipeline:
     def send_ahead(self, start: int, tokens: Sequence[int], sampling: Sampling) -> bool:
         """Send a window before `advance` asks for it, so that the hops compute meanwhile. False if it cannot be now.
 
-        The first window begins with the last token that `advance` will get next, each other at the end of the one
-        before. If `advance` gets other tokens, it drops the windows. It also repairs what fails here.
+        The first window begins at the position of the last token that `advance` will get next, each further one where
+        the one before ends. If `advance` gets other tokens, it drops the windows. It also repairs what fails here.
         """
         circuit = self._circuit
         if self._closed or circuit is None or not self.is_healthy:

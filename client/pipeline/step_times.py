@@ -10,8 +10,8 @@ _WEIGHT = 0.3
 class StepTimes:
     """Expected seconds of a step of n tokens: according to the route's records, or as measured if that is more.
 
-    A single token and a token of a chunk have their own measured times: the first is bound by reading
-    the weights, the second by arithmetic.
+    Steps of one token and of several are measured apart: the first are bound by reading the weights, the others by
+    arithmetic.
     """
 
     def __init__(self, *, token_s: float, prompt_token_s: float, latency_s: float) -> None:

@@ -114,8 +114,8 @@ class Times:
         self._weights[tokens] = self._weights.get(tokens, 0.0) + 1
 
     def curve(self, *, decoded: bool = True) -> Curve:
-        """Before something was `decoded`, only a prompt was measured, and the time of a single token is unknown. Its
-        share of the prompt's time stands for it: a lower bound, with which guesses seem as expensive as possible."""
+        """Seconds by tokens in a step. Before a token was `decoded`, only a prompt was measured. A token's share of the
+        prompt's time then stands for a step of one token: a lower bound, so guesses seem as expensive as possible."""
         if decoded:
             return Curve(self._seconds, self._weights)
         token_s = self._seconds[self.smallest] / self.smallest

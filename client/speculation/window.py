@@ -8,8 +8,9 @@ window before) and `k` guesses::
                                   each of the next    max((k + 1) x draft, slowest hop, T(k + 1) / windows)
 
 S(i) is the chance that the next i guesses are all right. T(n) is the time of a step of n tokens: the network, and the
-compute of each hop. The draft goes on while a window is under way. If all of the window and the token after it were
-right (with the chance S(k + 1)), the next window's guesses are there already, or as many as fit into T(k + 1).
+compute of each hop. The draft goes on while a window is under way, as if all of the window and the token
+after it were right. With the chance S(k + 1) they are: then the next window's guesses are ready, as far as the draft
+could make them within T(k + 1).
 When a cycle of several windows ends, a hop may be busy with a void one. Hops that share cores, with each other or with
 the draft, slow each other down when they are busy at the same time: by a measured share for each other busy hop.
 """

@@ -18,7 +18,7 @@ _STEP_S = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256
 _BATCH = (1, 2, 4, 8, 16, 32, 64)
 
 
-class PeerGauges:
+class PeerMetrics:
     """Counts steps and failures. Each scrape (`page`) also calls `load` and `connections`."""
 
     def __init__(self, load: Callable[[], Load], connections: Callable[[], int]) -> None:
@@ -46,7 +46,7 @@ class PeerGauges:
         )
         registry.register(ScrapeCollector(self._state))
 
-    def step(self, step: Step, outcome: StepOutcome) -> None:
+    def on_step(self, step: Step, outcome: StepOutcome) -> None:
         """Count a step that was computed."""
         kind = "decode" if len(step.tokens) == 1 else "prefill"
         self._steps.labels(kind).inc()
@@ -55,7 +55,7 @@ class PeerGauges:
         self._queue.observe(outcome.queue_s)
         self._batch.observe(outcome.batch)
 
-    def failed(self, error: SwarmError) -> None:
+    def on_error(self, error: SwarmError) -> None:
         """Count a step that failed."""
         self._failures.labels(error.code).inc()
 

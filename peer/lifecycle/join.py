@@ -145,11 +145,11 @@ class Peer:
     async def _serve_metrics(self, service: SpanService, stack: contextlib.AsyncExitStack) -> None:
         if self._config.metrics is None:
             return
-        from peer.announcing.metrics import PeerGauges  # Imported late: few peers need prometheus_client.
+        from peer.announcing.metrics import PeerMetrics  # Imported late: few peers need prometheus_client.
 
-        gauges = PeerGauges(service.load, lambda: self._server.connections)
-        service.set_observers(on_step=gauges.step, on_error=gauges.failed)
-        page = MetricsServer(gauges.page)
+        metrics = PeerMetrics(service.load, lambda: self._server.connections)
+        service.set_observers(on_step=metrics.on_step, on_error=metrics.on_error)
+        page = MetricsServer(metrics.page)
         await page.start(self._config.metrics)
         stack.push_async_callback(page.close)
         url = f"http://{dataclasses.replace(self._config.metrics, port=page.port).host_port}/metrics"

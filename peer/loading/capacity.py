@@ -1,4 +1,4 @@
-"""Which layers fit in memory, and which of them the swarm needs most. Pure."""
+"""The choice of `--layers auto`: which layers fit in memory, and which of them the swarm needs most. Pure."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def choose_span(
 ) -> LayerRange:
     """The span with both ends on the grid that helps the swarm most and fits in `memory` bytes.
 
-    `served` is `service_rates` of the other peers. Unserved layers come first: the shortest span with the most of
-    them, which is the whole model if no other peer serves it and it fits. If all layers are served, the span that
-    raises the slowest layer's rate most, then the second slowest's, and so on: a swarm is as fast as its slowest layer.
+    `served` is `service_rates` of the other peers. Unserved layers come first: the span with the most of them, and of
+    those the shortest. Where no other peer serves the model and it fits, that is the whole model. If all layers are
+    served, the span that raises the slowest layer's rate most, then the second slowest's, and so on: a swarm is as fast
+    as its slowest layer.
 
     Raises ConfigError if no span fits, naming what the smallest one needs.
     """

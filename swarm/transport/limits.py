@@ -1,4 +1,4 @@
-"""Limits on the memory and time that one connection takes."""
+"""Limits on the memory and time that one connection takes. docs/explanation/security.md lists all other limits."""
 
 from __future__ import annotations
 

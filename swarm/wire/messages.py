@@ -15,12 +15,15 @@ side that listens). A client opens a session on every hop of its route. Steps th
                                 CloseSession                     SessionClosed
     step        caller -> peer  Forward          peer -> opener  Output | Failure      (last hop, or relayed)
                                                  peer -> next peer  Forward            (every other hop)
+    leaving                                      peer -> openers    Leaving
     queries     caller -> peer  Ping             peer -> caller  Pong
                                 AskTopic                         Topic | Failure
                                 AskDht                           DhtAddresses
                                 AskManifest                      ManifestFile | Failure
                                 AskFile                          FilePiece | Failure
                                 AskReach                         Reach
+
+`wire.protocol` has the table of which side may send what in which state.
 
 A request has a `request` number, which its answer or Failure repeats. Steps are matched by (session, epoch, step).
 A client that repairs its route opens its sessions again under the next epoch; the receiver drops messages of
@@ -340,7 +343,7 @@ class SessionClosed(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure(Message):
-    """The error that ended a request (`request` > 0), a step (`session` not empty) or, with neither, the connection,
+    """An error. It ended a request if `request` > 0, a step if `session` is not empty, and otherwise the connection,
     which the sender then closes.
 
     `code` is the `code` of an error in `swarm.errors`. `peer` is the peer at fault if it is not the sender.

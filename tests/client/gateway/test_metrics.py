@@ -11,9 +11,9 @@ import pytest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from client.gateway.metrics import Gauges
+from client.gateway.metrics import GatewayMetrics
 from client.metrics import HopTime, Metrics
-from peer.announcing.metrics import PeerGauges
+from peer.announcing.metrics import PeerMetrics
 from peer.batching.step_job import StepOutcome
 from peer.sessions.service import Load
 from swarm.discovery.records import PeerLoad
@@ -44,16 +44,16 @@ def value(page: bytes | str, name: str, **labels: str) -> float:
     return float(found)
 
 
-def peer_gauges() -> PeerGauges:
-    gauges = PeerGauges(lambda: LOAD, lambda: 4)
+def peer_metrics() -> PeerMetrics:
+    metrics = PeerMetrics(lambda: LOAD, lambda: 4)
     step = Step(session="s", start=0, tokens=np.zeros(7, np.int32), hidden=None, rows=0)
-    gauges.step(step, StepOutcome(hidden=None, choices=(), queue_s=0.1, compute_s=0.2, batch=3))
-    gauges.failed(BadStep("wrong"))
-    return gauges
+    metrics.on_step(step, StepOutcome(hidden=None, choices=(), queue_s=0.1, compute_s=0.2, batch=3))
+    metrics.on_error(BadStep("wrong"))
+    return metrics
 
 
 def test_a_peer_counts_its_steps_and_reports_its_load() -> None:
-    page = peer_gauges().page()
+    page = peer_metrics().page()
     assert value(page, "swarm_peer_tokens_total", kind="prefill") == 7
     assert value(page, "swarm_peer_step_batch_sum") == 3
     assert value(page, "swarm_peer_failures_total", kind="bad_step") == 1
@@ -83,21 +83,21 @@ def test_a_gateway_counts_requests_and_tokens() -> None:
 
 
 def test_the_number_of_peer_labels_is_bounded() -> None:
-    gauges = Gauges()
-    labels = {gauges.peer_label(f"peer {number}") for number in range(1000)}
+    metrics = GatewayMetrics()
+    labels = {metrics.peer_label(f"peer {number}") for number in range(1000)}
     assert len(labels) == 65
-    assert gauges.peer_label("peer 3") == "peer 3"
-    assert gauges.peer_label("peer 999") == "others"
+    assert metrics.peer_label("peer 3") == "peer 3"
+    assert metrics.peer_label("peer 999") == "others"
 
 
 def test_a_piece_of_several_tokens_counts_each_token() -> None:
     times = iter([0.0, 1.0, 3.0])
-    gauges = Gauges(lambda: next(times))
-    timer = gauges.time_answer("m")
+    metrics = GatewayMetrics(lambda: next(times))
+    timer = metrics.time_answer("m")
     timer.on_tokens(1)
     timer.on_tokens(4)
-    assert value(gauges.page(), "swarm_gateway_tokens_total") == 5
-    assert value(gauges.page(), "swarm_gateway_between_tokens_seconds_sum") == pytest.approx(0.5)
+    assert value(metrics.page(), "swarm_gateway_tokens_total") == 5
+    assert value(metrics.page(), "swarm_gateway_between_tokens_seconds_sum") == pytest.approx(0.5)
 
 
 def test_the_dashboard_shows_exactly_the_existing_metrics() -> None:
@@ -111,7 +111,7 @@ def test_the_dashboard_shows_exactly_the_existing_metrics() -> None:
     existing: set[str] = set()
     with toy_gateway() as gateway:
         gateway.http.post("/v1/completions", json={"model": "toy", "prompt": "abc", "max_tokens": 5})
-        pages = [gateway.http.get("/metrics").text, peer_gauges().page()]
+        pages = [gateway.http.get("/metrics").text, peer_metrics().page()]
     for page in pages:
         for family in families(page):
             existing |= {sample.name for sample in family.samples}
@@ -127,8 +127,8 @@ def test_the_times_of_a_hop_are_recorded() -> None:
     hop = HopTime(
         peer_id="p", name="n", layers="0:1", queue_s=0.5, compute_s=0.25, codec_s=0, other_s=0, network_s=0.125
     )
-    gauges = Gauges()
-    gauges.time_answer("m").on_finish(
+    metrics = GatewayMetrics()
+    metrics.time_answer("m").on_finish(
         Metrics(
             prompt_tokens=3,
             reused_tokens=2,
@@ -144,7 +144,7 @@ def test_the_times_of_a_hop_are_recorded() -> None:
             hops=(hop,),
         )
     )
-    page = gauges.page()
+    page = metrics.page()
     assert value(page, "swarm_gateway_hop_seconds_sum", part="network") == 0.125
     assert value(page, "swarm_gateway_cached_prompt_tokens_total") == 2
     assert value(page, "swarm_gateway_reroutes_total") == 4
