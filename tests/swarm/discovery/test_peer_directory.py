@@ -181,7 +181,7 @@ def test_a_peer_directory_is_read_only_and_needs_an_initial_peer() -> None:
 def test_a_bug_surfaces_instead_of_counting_as_an_unreachable_peer() -> None:
     class Broken(Address):
         @property
-        def place(self) -> str:
+        def host_port(self) -> str:
             raise RuntimeError("a bug here")
 
     async def test() -> None:
