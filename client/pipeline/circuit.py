@@ -29,6 +29,7 @@ from client.pipeline.connections import ConnectionPool
 from client.pipeline.diagnosis import Cause, Diagnosis, Finding
 from client.pipeline.hop import Hop, close_all
 from client.pipeline.step_times import StepTimes
+from swarm.discovery.records import PeerRecord
 from swarm.engine.steps import all_finite
 from swarm.errors import (
     BadStep,
@@ -101,6 +102,7 @@ class Circuit:
         connections: ConnectionPool,
         config: ClientConfig,
         step_times: StepTimes,
+        is_replaceable: Callable[[PeerRecord], Awaitable[bool]],  # asked before a slow hop is given up
         clock: Callable[[], float],
     ) -> None:
         self.faults: list[Fault] = []
@@ -116,6 +118,7 @@ class Circuit:
         self._connections = connections
         self._config = config
         self._step_times = step_times
+        self._is_replaceable = is_replaceable
         self._clock = clock
         self._step_numbers = itertools.count()
         self._pending: dict[int, _PendingStep] = {}
@@ -250,8 +253,11 @@ class Circuit:
                 continue
             diagnosis = diagnosis or Diagnosis(stall_s=max(self._config.stall_s, limit), slow_s=self._config.slow_s)
             finding = diagnosis.update(pongs, relayed=self._relayed, now=self._clock())
-            if finding is not None:
+            if finding is None:
+                continue
+            if finding.cause is not Cause.SLOW or await self._is_replaceable(self.hops[finding.place].plan.record):
                 self._on_finding(finding)
+            diagnosis = None  # A slow hop that no other peer can replace has another `slow_s`.
 
     async def _next_answer(self) -> Answer:
         while not self._answers:

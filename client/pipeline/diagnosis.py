@@ -1,8 +1,8 @@
 """What is wrong with an overdue step, from the Pongs of all hops: a pure part of `Circuit.answer`.
 
 A hop that answers pings is alive. A hop that has a step of this session is *stalled* if its device computes nothing at
-all. It is *slow* if its device computes, but only for other sessions: then it has more time, and no failure counts
-against it.
+all. It is *slow* if its device computes, but only for other sessions: then it has more time, the client moves on only
+if there is another route, and no failure counts against it.
 """
 
 from __future__ import annotations

@@ -314,6 +314,7 @@ class Pipeline:
             connections=self._connections,
             config=self._config,
             step_times=step_times_of(plan.route),
+            is_replaceable=lambda record: self._planner.has_route_without(record, self.max_tokens, plan),
             clock=self._clock,
         )
         self.forget_windows()

@@ -89,10 +89,25 @@ class Planner:
                 return await self._choose(self._known_records(), kv_tokens, before, prompt_tokens)
         return await self._choose(await self._current_records(), kv_tokens, before, prompt_tokens)
 
+    async def has_route_without(self, record: PeerRecord, kv_tokens: int, before: Plan) -> bool:
+        """Whether another route could replace `before` if this peer were left out."""
+        with contextlib.suppress(NotCovered):
+            await self._choose(self._known_records(), kv_tokens, before, 0, without=record.peer_id)
+            return True
+        return False
+
     async def _choose(
-        self, records: Sequence[PeerRecord], kv_tokens: int, before: Plan | None, prompt_tokens: int
+        self,
+        records: Sequence[PeerRecord],
+        kv_tokens: int,
+        before: Plan | None,
+        prompt_tokens: int,
+        *,
+        without: str = "",
     ) -> Plan:
         banned = self._peer_health.remaining((record.peer_id, record.incarnation) for record in records)
+        if without:
+            banned[without] = self._config.look_again_s
         links = await self._connections.measure(r for r in records if r.state != LEAVING and r.peer_id not in banned)
         records = [self._with_lost_links(record) for record in records]
         if before is None:

@@ -68,5 +68,7 @@ def test_kv_spill_is_refused_without_the_paged_engine() -> None:
 
 
 def test_an_engine_that_an_npu_cannot_run_is_refused() -> None:
-    with pytest.raises(ConfigError, match="an NPU runs only graphs without state or dynamic shapes: use --engine static"):
+    with pytest.raises(
+        ConfigError, match="an NPU runs only graphs without state or dynamic shapes: use --engine static"
+    ):
         JoinConfig(package="model", cache_dir=Path("cache"), engine="stateful", device="NPU")

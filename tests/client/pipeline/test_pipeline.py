@@ -742,6 +742,22 @@ def test_a_peer_that_computes_for_others_only_is_replaced_without_a_ban(prompt: 
     run(test, config=dataclasses.replace(QUICK, slow_s=1.5, ban_s=300.0))
 
 
+def test_a_slow_peer_that_no_other_can_replace_is_waited_for(prompt: list[int]) -> None:
+    """Giving it up would end the text, and help no session."""
+
+    async def test(world: World) -> None:
+        for name, span in (("a", "0:2"), ("b", "2:4"), ("c", "4:6")):
+            await world.swarm.add(name, span)
+        peer = world.swarm.peers["b"]
+        peer.computes_for_others, peer.delay_s = True, 3.0
+        pipeline = world.pipeline()
+        assert await world.write(pipeline, prompt[:5], 1) == toy_text(prompt[:5], 1)
+        assert not world.event_texts(Stage.REPAIRING)
+        await pipeline.close()
+
+    run(test, config=dataclasses.replace(QUICK, slow_s=0.8))
+
+
 def test_without_a_spare_a_peer_that_answers_a_ping_is_used_again_at_once(prompt: list[int]) -> None:
     """A ban with no other peer would be an outage of the client's own making."""
 
