@@ -25,5 +25,5 @@ def test_the_exporters_tests_are_one_group() -> None:
 
 
 def test_every_other_file_is_a_group_of_its_own() -> None:
-    for path in ("tests/test_house.py", "tests/cases/test_churn.py", "tests/client/gateway/http/test_server.py"):
+    for path in ("tests/test_layout.py", "tests/cases/test_churn.py", "tests/client/gateway/http/test_server.py"):
         assert group_of(path) == path

@@ -223,7 +223,7 @@ class BatchScheduler(Generic[S]):
         self._last_round_s, self._last_round_end = 0.0, float("-inf")
         self._last_rounds: dict[object, int] = {}  # the number of each engine's last round
         self._round_numbers = itertools.count(1)
-        self.preempted = 0
+        self.evictions = 0
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -357,7 +357,7 @@ class BatchScheduler(Generic[S]):
             if victim is None:
                 break
             kv.evict(victim)
-            self.preempted += 1
+            self.evictions += 1
         if missing_blocks > kv.free - reserved:
             count = min(count, kv.fitting_tokens(step.session, step.next_position, reserved=reserved))
             if count < min(step.remaining, MIN_PORTION):

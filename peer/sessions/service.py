@@ -139,9 +139,9 @@ class SpanService:
         self._device_check: asyncio.Task[None] | None = None
 
     @property
-    def preempted(self) -> int:
+    def evictions(self) -> int:
         """How often a session lost its blocks to others."""
-        return self._scheduler.preempted if isinstance(self._scheduler, BatchScheduler) else 0
+        return self._scheduler.evictions if isinstance(self._scheduler, BatchScheduler) else 0
 
     @property
     def rounds(self) -> int:

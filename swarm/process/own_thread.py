@@ -3,7 +3,8 @@
 OpenVINO (2026.4.1) gives the thread that loads its CPU plugin another signal stack and frees that stack with the
 plugin, even from another thread, and even if a second plugin in the thread has saved it to restore it. In the main
 thread, which handles signals, the next Ctrl-C is then a segmentation fault. Code that compiles several graphs in one
-process therefore compiles them with `run_in_own_thread`.
+process therefore compiles them with `run_in_own_thread`: `run_at_low_priority` does for engines, and `export/verify/`
+for parts.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ async def run_users(clients: Sequence[Client], texts: Sequence[Text], rng: rando
 
 
 def preemptions(swarm: InProcessSwarm) -> int:
-    return sum(service.preempted for service in swarm.services)
+    return sum(service.evictions for service in swarm.services)
 
 
 @pytest.mark.parametrize(

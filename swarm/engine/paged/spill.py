@@ -1,4 +1,6 @@
-"""Caches of paused sessions on disk: one file with a checksum for each, up to a size limit.
+"""Caches of evicted sessions on disk: one file with a checksum for each, up to a size limit.
+
+The scheduler chooses a session to evict when another needs its blocks; `BlockTables.evict` saves it here.
 
 The folder belongs to this process and is removed when the process ends. The folder of a killed process is removed by
 the next process that uses the same directory.

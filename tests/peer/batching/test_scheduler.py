@@ -313,14 +313,14 @@ def test_idle_sessions_are_evicted_first_then_the_youngest_and_never_older_ones(
     for name, age in (("old", 1.0), ("mid", 2.0), ("new", 3.0)):
         scheduler.add(step(name, SIZE, start=SIZE, age=age, at=late))
     portions = scheduler.next_round(late)
-    assert (tables.exclusive_blocks("idle"), scheduler.preempted) == (0, 1)
+    assert (tables.exclusive_blocks("idle"), scheduler.evictions) == (0, 1)
     assert compute(tables, portions) == []
     scheduler.finish_round(portions, 0.01, late)
     assert tables.pool.used == 6
     scheduler.add(step("old", 2 * SIZE, start=2 * SIZE, age=1.0, at=late))
     scheduler.add(step("mid", SIZE, start=2 * SIZE, age=2.0, at=late))
     portions = scheduler.next_round(late + 0.1)
-    assert (tables.exclusive_blocks("new"), scheduler.preempted) == (0, 2)
+    assert (tables.exclusive_blocks("new"), scheduler.evictions) == (0, 2)
     assert sizes(portions) == {"old": 2 * SIZE}
     compute(tables, portions)
     scheduler.finish_round(portions, 0.01, late + 0.1)
@@ -357,7 +357,7 @@ def test_blocks_that_only_younger_sessions_share_are_evicted_for_an_older_one() 
         assert len(tables.reuse_prefix(session, packed, tag=b"")) == len(ids)
     assert (tables.free, tables.exclusive_blocks("one"), tables.exclusive_blocks("other")) == (0, 0, 0)
     assert sizes(computed(step("old", start=4 * BLOCK_TOKENS, age=1.0))) == {"old": 1}
-    assert scheduler.preempted == 2
+    assert scheduler.evictions == 2
     assert tables.sharing(["old"]) == ["old"]
     assert tables.sharing(["one", "unknown"]) == []
 

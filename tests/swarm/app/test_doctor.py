@@ -32,7 +32,7 @@ from swarm.model.manifest import load_manifest
 from swarm.model.memory_footprint import default_memory_limit
 from swarm.transport.address import Address
 from tests.harness import run_swarm
-from tests.test_house import loaded_by
+from tests.test_layout import loaded_by
 
 HERE = Address("127.0.0.1", 0)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from swarm.discovery.lazy_import import lazy_package
-from tests.test_house import loaded_by
+from tests.test_layout import loaded_by
 
 NAME = "lazy_toy"
 

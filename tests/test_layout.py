@@ -1,4 +1,4 @@
-"""Who may know whom: docs/architecture.md's arrows, read off the import statements."""
+"""Which file may import which, read from the import statements; and the table of files in docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-ROOF = {module_name(path) for path in SOURCES if path.is_relative_to("swarm/app")} | {"swarm.__main__"}
+TOP = {module_name(path) for path in SOURCES if path.is_relative_to("swarm/app")} | {"swarm.__main__"}
 OPENVINO = ("swarm/engine/", "peer/loading/self_test.py", "export/", "swarm/app/doctor.py")
 GENAI = ("client/generation/tokenizer.py", "export/", "swarm/app/doctor.py")
 MAX_LINES = 400
 MAX_FILES = 14
 
-FLOORS = {
-    # package -> its floors, the top one first: a file imports from its own folder or from lower floors
+LEVELS = {
+    # package -> its levels, the top one first: a file imports from its own folder or from lower levels
     "swarm": [
         "__main__",
         "app",
@@ -118,26 +118,26 @@ def test_a_file_holds_one_idea(path: Path) -> None:
     assert len((ROOT / path).read_text().splitlines()) <= MAX_LINES
 
 
-def uphill(package: str) -> Iterator[str]:
-    """Imports inside `package` that go up, or across to another folder of the same floor."""
-    floor_of = {name: number for number, names in enumerate(FLOORS[package]) for name in names.split()}
+def upward_imports(package: str) -> Iterator[str]:
+    """Imports inside `package` that go up, or across to another folder of the same level."""
+    level_of = {name: number for number, names in enumerate(LEVELS[package]) for name in names.split()}
     folder = ROOT / package.replace(".", "/")
     for path in sorted(folder.rglob("*.py")):
         here = path.relative_to(folder).with_suffix("").parts[0]
         if here == "__init__":
             continue
-        assert here in floor_of, f"{package} has no floor for {here}"
+        assert here in level_of, f"{package} has no level for {here}"
         for module in imports_of(path.relative_to(ROOT)):
             if module.startswith(f"{package}."):
                 there = module.removeprefix(f"{package}.").partition(".")[0]
-                is_down = floor_of.get(there, len(floor_of)) > floor_of[here]
-                if there != here and there in floor_of and not is_down:
+                is_down = level_of.get(there, len(level_of)) > level_of[here]
+                if there != here and there in level_of and not is_down:
                     yield f"{path.relative_to(ROOT)} imports {module}"
 
 
-@pytest.mark.parametrize("package", FLOORS)
-def test_imports_go_down_the_floors_of_a_package(package: str) -> None:
-    assert sorted(set(uphill(package))) == []
+@pytest.mark.parametrize("package", LEVELS)
+def test_imports_go_down_the_levels_of_a_package(package: str) -> None:
+    assert sorted(set(upward_imports(package))) == []
 
 
 @pytest.mark.parametrize("folder", sorted({str(path.parent) for path in SOURCES} | {"reproduction"}))
@@ -147,35 +147,35 @@ def test_a_folder_holds_about_a_dozen_files(folder: str) -> None:
 
 
 @pytest.mark.parametrize("package", ["peer", "client", "export"])
-def test_the_three_stand_on_the_floor_and_never_see_each_other(package: str) -> None:
+def test_peer_client_and_export_import_only_swarm(package: str) -> None:
     others = {"peer", "client", "export"} - {package}
     for path in SOURCES:
         if path.parts[0] == package:
             assert not {module.partition(".")[0] for module in imports_of(path)} & others, path
 
 
-def test_the_floor_imports_nothing_that_stands_on_it() -> None:
+def test_swarm_imports_neither_peer_nor_client_nor_export() -> None:
     for path in SOURCES:
-        if path.parts[0] == "swarm" and module_name(path) not in ROOF:
+        if path.parts[0] == "swarm" and module_name(path) not in TOP:
             assert not {module.partition(".")[0] for module in imports_of(path)} & {"peer", "client", "export"}, path
 
 
-def test_nobody_imports_the_roof() -> None:
+def test_no_file_imports_the_commands_of_swarm_app() -> None:
     for path in SOURCES:
-        if module_name(path) not in ROOF:
-            assert not ROOF & set(imports_of(path)), path
+        if module_name(path) not in TOP:
+            assert not TOP & set(imports_of(path)), path
 
 
-def test_hivemind_is_known_in_one_file() -> None:
+def test_hivemind_is_imported_in_one_file() -> None:
     assert importers_of("hivemind") == {"swarm/discovery/dht.py"}
 
 
-def test_openvino_is_known_where_graphs_are() -> None:
+def test_openvino_is_imported_where_graphs_are() -> None:
     assert {path for path in importers_of("openvino") if not path.startswith(OPENVINO)} == set()
     assert {path for path in importers_of("openvino_genai") if not path.startswith(GENAI)} == set()
 
 
-def test_torch_and_its_ecosystem_are_no_part_of_running() -> None:
+def test_torch_and_its_ecosystem_are_imported_by_export_only() -> None:
     assert {
         path for path in importers_of("torch", "transformers", "optimum") if not path.startswith("export/")
     } == set()
@@ -186,7 +186,7 @@ def test_the_wire_does_no_io() -> None:
     assert wire == set()
 
 
-def test_tests_and_reproduction_are_imported_by_nobody() -> None:
+def test_no_package_imports_tests_or_reproduction() -> None:
     assert importers_of("tests", "reproduction") == set()
 
 
