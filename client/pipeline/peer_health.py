@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 _GROWTH = 2.0
+_MAX_STATES = 1024
+"""More are kept only of peers that are left out now: peers come and go for as long as a client runs."""
 
 
 @dataclass(kw_only=True)
@@ -47,7 +49,7 @@ class PeerHealth:
 
     def record_failure(self, peer: str, incarnation: int, *, began: float, silent: bool = False) -> None:
         """Ban the peer for the failure of work that began at `began` (on the clock)."""
-        state = self._states.setdefault((peer, incarnation), _State())
+        state = self._state(peer, incarnation)
         if began <= state.failed_at:
             return
         # min() before the power: thousands of failures must not overflow it
@@ -58,8 +60,18 @@ class PeerHealth:
 
     def pause(self, peer: str, incarnation: int, seconds: float) -> None:
         """Leave the peer out for `seconds`, as it asked."""
-        state = self._states.setdefault((peer, incarnation), _State())
+        state = self._state(peer, incarnation)
         state.paused_until = max(state.paused_until, self._clock() + seconds)
+
+    def _state(self, peer: str, incarnation: int) -> _State:
+        if len(self._states) >= _MAX_STATES:
+            now = self._clock()
+            self._states = {
+                process: state
+                for process, state in self._states.items()
+                if max(state.banned_until, state.paused_until) > now
+            }
+        return self._states.setdefault((peer, incarnation), _State())
 
     def end_ban(self, peer: str, incarnation: int) -> None:
         """Let the next session try the peer."""

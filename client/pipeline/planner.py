@@ -122,7 +122,11 @@ class Planner:
         """
         if self._trial is None or self._trial.done():
             self._trial = asyncio.create_task(self._end_bans_of_reachable())
-        return await asyncio.shield(self._trial)
+        trial = self._trial
+        await asyncio.wait([trial])
+        if trial.cancelled():
+            raise DirectoryError("this client was closed")
+        return trial.result()
 
     async def _end_bans_of_reachable(self) -> bool:
         candidates = [r for r in self._records if self._peer_health.may_be_tried(r.peer_id, r.incarnation)]
@@ -154,7 +158,9 @@ class Planner:
 
     def record_lost_link(self, pair: tuple[str, str]) -> None:
         """The first peer cannot send to the second: for a minute, this client relays between the two."""
-        self._lost_links[pair] = self._clock() + _LOST_LINK_S
+        now = self._clock()
+        self._lost_links = {other: until for other, until in self._lost_links.items() if until > now}
+        self._lost_links[pair] = now + _LOST_LINK_S
 
     def record_success(self, record: PeerRecord) -> None:
         """The peer computed its part of a step."""

@@ -102,3 +102,13 @@ def test_a_silent_peer_may_be_tried_at_once_and_another_after_the_first_bans_tim
     health.pause("failed", 1, 1.0)
     assert not health.may_be_tried("failed", 1)
     assert not health.may_be_tried("unknown", 1)
+
+
+def test_peers_that_come_and_go_leave_nothing_behind() -> None:
+    clock = Clock()
+    health = new_health(clock)
+    for number in range(20_000):
+        clock.now += 1.0
+        health.record_failure(f"peer-{number}", 1, began=clock.now)
+    assert len(health._states) <= 1024
+    assert health.remaining([("peer-19999", 1)]) == {"peer-19999": 5.0}
