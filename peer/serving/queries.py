@@ -69,8 +69,9 @@ class QueryHandler:
         self._by_hash = {entry.sha256: entry for entry in shared_files.entries}
 
     def ping(self, query: Ping, *, received: int, computed: int, sent: int, rounds: int) -> Pong:
-        progress = {"received": received, "computed": computed, "sent": sent, "rounds": rounds}
-        return Pong(request=query.request, time=time.time(), **progress)
+        return Pong(
+            request=query.request, time=time.time(), received=received, computed=computed, sent=sent, rounds=rounds
+        )
 
     def dht(self, query: AskDht) -> DhtAddresses:
         return DhtAddresses(request=query.request, addresses=tuple(self._dht_addresses())[:64])

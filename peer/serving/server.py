@@ -230,8 +230,9 @@ class PeerServer:
     def _ping(self, connection: Connection, query: Ping) -> Message:
         received = computed = sent = rounds = 0
         if self._service is not None:
-            received, computed, sent = self._service.progress(connection, query.session)
             rounds = self._service.rounds
+            if query.session:
+                received, computed, sent = self._service.progress(connection, query.session)
         return self._query_handler.ping(query, received=received, computed=computed, sent=sent, rounds=rounds)
 
     # -- over all connections
